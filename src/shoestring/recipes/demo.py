@@ -1,4 +1,4 @@
-"""The whole path on this machine: train, shrink, evaluate, generate, serve, publish, export, chat, report.
+"""The whole path on this machine: train, shrink, evaluate, generate, serve, publish, resume, export, chat, report.
 
 Run:     shoestring demo          (or: make demo)
          shoestring demo quick=true                smaller settings (or: make demo QUICK=1)
@@ -21,6 +21,10 @@ copied.
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 import urllib.request
@@ -53,11 +57,14 @@ from shoestring.report import Scatter, Section, Text, eval_table, loss_curves, r
 from shoestring.runlog import RunLog, check_free, new_run_folder, read_metrics
 from shoestring.serve import Engine, Sampling
 from shoestring.serve.speculative.ngram_drafter import NgramDrafter
+from shoestring.state.levels.cache import CheckpointCache
+from shoestring.state.levels.settings import CheckpointConfig, LevelsConfig
 from shoestring.state.reshard.plan import make_plan
 from shoestring.state.reshard.tasks import MovedTensor
 from shoestring.state.reshard.topology import Topology
+from shoestring.train.objectives import CrossEntropy
 from shoestring.train.publish import Publish
-from shoestring.train.step import Run
+from shoestring.train.step import Micro, Run
 
 PROMPT = "def main("
 CONTEXT = 128  # of the small model
@@ -240,6 +247,15 @@ def publish_small(demo: Demo) -> None:
     demo.log.say(f"--- before\n{PROMPT}{before}\n--- with {service.engine.version}\n{PROMPT}{after}")
 
 
+def resume_small(demo: Demo) -> None:
+    """Train it on in a process that is killed, and go on here from the memory that it left."""
+    run, copies = str(demo.folder / "train"), str(demo.folder / "killed")
+    program = "import sys; from shoestring.recipes.demo import train_on; train_on(sys.argv[1], sys.argv[2], 20)"
+    ended = subprocess.run([sys.executable, "-c", program, run, copies], capture_output=True).returncode
+    demo.log.say(f"  killed by signal {-ended} at step 20")
+    train_on(run, copies, None)
+
+
 def export_small(demo: Demo) -> None:
     """Export it as a folder for transformers, load it there and certify that it is the same model."""
     try:
@@ -322,6 +338,7 @@ STAGES: tuple[Callable[[Demo], None], ...] = (
     generate_small,
     serve_small,
     publish_small,
+    resume_small,
     export_small,
     chat_pretrained,
     write_page,
@@ -329,6 +346,23 @@ STAGES: tuple[Callable[[Demo], None], ...] = (
 
 
 # -- what the stages use -----------------------------------------------------------------------------
+
+
+def train_on(run: str, copies: str, kill_at: int | None) -> None:
+    """Up to 24 steps more of a trained run, with copies in memory; at the step `kill_at` the process kills itself."""
+    loaded = load_model(run, device="cpu", dtype=torch.float32)
+    optimizer = torch.optim.AdamW(loaded.model.parameters(), lr=1e-4)
+    often = CheckpointConfig(checkpoint="auto", levels=LevelsConfig(mttf_hours=1e-4, budget=0.2))
+    cache = CheckpointCache(copies, loaded.model, optimizer, settings=often)
+    tokens = torch.arange(65)[None]
+    for step in range(cache.load() + 1, 25):
+        (CrossEntropy()(loaded.model, Micro(tokens[:, :-1], tokens[:, 1:], tokens[:, :-1])) / 64).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        cache.step(step)
+        if step == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+    cache.close(finished=True)
 
 
 def quickened(cfg: Config) -> Config:

@@ -14,8 +14,10 @@ from toy_run import SETTINGS, checkpointer, fingerprint, history, make_run, trai
 
 from shoestring.errors import UserError
 from shoestring.report import run_sections
+from shoestring.runlog import RunLog
 from shoestring.state.checkpoint_files import MANIFEST
 from shoestring.state.levels import remote
+from shoestring.state.levels.agent import Agent, read_status
 from shoestring.state.levels.checkpointer import LevelCheckpointer
 from shoestring.state.levels.events import Event, append_event, level_of, rates_from_events, read_events
 from shoestring.state.levels.retention import Keep
@@ -89,6 +91,38 @@ def test_a_run_comes_back_from_remote_storage(tmp_path: Path, monkeypatch: pytes
         )
         both = (9, ("hosts/h0/step-00000009", "hosts/h1/step-00000009"))
         assert remote.remote_steps(url, 10)[-1] == (both if number else (4, ("step-00000004",)))
+
+
+def test_changed_credentials_and_an_agent_of_another_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOESTRING_MEMORY_DIR", str(tmp_path))
+    monkeypatch.setattr(LevelCheckpointer, "_start_agent", lambda self, mesh: None)
+    said: list[str] = []
+    log = RunLog(None, quiet=True)
+    log.say = said.append  # type: ignore[method-assign]
+
+    def refuse(url: str, timeout_s: float) -> Any:
+        raise PermissionError("Access Denied")
+
+    monkeypatch.setattr(remote, "connect", refuse)
+    settings = CheckpointConfig(checkpoint="auto", levels=LevelsConfig(remote="s3://bucket/run"))
+    run, parts = make_run(log=log)
+    with pytest.raises(UserError, match=r"s3://bucket/run cannot be read \(Access Denied\), and no other copy"):
+        checkpointer(tmp_path / "run", settings).resume(run, parts)
+    run, parts = make_run(log=log)
+    saver = checkpointer(tmp_path / "run")
+    saver.resume(run, parts)
+    train(run, parts, saver, 4)
+    saver.let_go()
+    other = checkpointer(tmp_path / "run", settings)
+    assert other.resume(run, parts) and run.step == 4
+    other.let_go()
+    assert any("remote storage cannot be read (Access Denied); it is left out" in line for line in said)
+    # The settings of an agent that knows more than this one: it ends, and touches nothing.
+    (tmp_path / "agent").mkdir()
+    (tmp_path / "agent" / "agent.json").write_text(json.dumps({"checkpoints": "x", "host": "h", "of_later": 1}))
+    (tmp_path / "agent" / "agent.status").write_text(json.dumps({"pid": 1, "of_later": 1}))
+    Agent(tmp_path / "agent").run()
+    assert read_status(tmp_path / "agent") is None and (tmp_path / "agent" / "agent.json").exists()
 
 
 def test_failures_are_counted_by_the_level_that_answered(tmp_path: Path) -> None:
