@@ -62,12 +62,12 @@ class Hyper(LGreco):
         self.features = torch.zeros(num, 8 + self.kind_LK.shape[1])
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            self.net = nn.Sequential(
-                nn.Linear(2 * self.features.shape[1], HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, len(options) + 1)
-            )
+            body = nn.Linear(2 * self.features.shape[1], HIDDEN)
+            self.head = nn.Linear(HIDDEN, len(options) + 1)
+            self.net = nn.Sequential(body, nn.Tanh(), self.head)
         with torch.no_grad():
-            self.net[2].weight[-1].zero_()  # weights of layers begin equal
-            self.net[2].bias[-1].zero_()
+            self.head.weight[-1].zero_()  # weights of layers begin equal
+            self.head.bias[-1].zero_()
         self.num_lessons = 0
         # One layer each; the newest replaces the oldest.
         self.lesson_features = torch.zeros(KEPT_LESSONS, 2 * self.features.shape[1])
@@ -172,7 +172,7 @@ class Hyper(LGreco):
         # d log p(noise) / d weight = noise / NOISE^2 for a normal distribution around the weights.
         before = self.answers()[1]
         wanted = max(-1.0, min(1.0, reward)) * self.noise / NOISE
-        self._descend(-(wanted * before).mean(), self.net[2], BANDIT_RATE)
+        self._descend(-(wanted * before).mean(), self.head, BANDIT_RATE)
         with torch.no_grad():
             change = float((self.answers()[1] - before).abs().mean())
         self.moved += 0.1 * (change - self.moved)
