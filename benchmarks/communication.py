@@ -239,15 +239,22 @@ def selectors() -> str:
                 above,
                 f"{statistics.mean(n['quality']['sent_mb'] for n in lines):.4f}",
                 f"{statistics.mean(n['quality']['selector_ms'] for n in lines):.1f} ms",
-                str(len(lines)),
             ]
         )
-    header = ["`selector=`", "loss", "above `hyper` (95%)", "MB a step", "selector, per step", "seeds"]
+    header = ["`selector=`", "loss", "above `hyper`", "MB a step", "selector, per step"]
     return markdown(header, rows) + (provenance(used) if used else "")
 
 
+MAIN = ("plain", "bf16", "int8", "int4", "powersgd:4", "topk:0.01, hyper", "torch PowerSGD hook", "auto")
+
+
 def links() -> str:
-    """Steps and times to the loss of plain, by the speed of the links."""
+    """As all_links, without what is seldom the best."""
+    return all_links(MAIN)
+
+
+def all_links(cases: Sequence[str] = ()) -> str:
+    """Steps, and times to the loss of plain in the seeds that reach it, by the speed of the links."""
     lines = [n for n in newest(BENCH) if n["metric"] in ("step_ms", "time_to_loss")]
     speeds = sorted({n["config"]["mbit"] for n in lines})
     steps = {(n["case"], n["config"]["mbit"]): n for n in lines if n["metric"] == "step_ms"}
@@ -255,16 +262,18 @@ def links() -> str:
     for n in lines:
         if n["metric"] == "time_to_loss":
             to_loss.setdefault((n["case"], n["config"]["mbit"]), []).append(n["ratio"])
+    runs = {case: len(seeds) for case, seeds in final_losses().items()}
     rows = []
-    for case in dict.fromkeys(case for case, _ in steps):
+    for case in dict.fromkeys(case for case, _ in steps if not cases or case in cases):
         cells = []
         for mbit in speeds:
             step, ratios = steps.get((case, mbit)), to_loss.get((case, mbit), [])
             chosen = step["quality"].get("chosen") if step and case == "auto" else ""
-            reached = f", {statistics.median(ratios):.1f}x" if ratios else ""
+            reached = f", {statistics.median(ratios):.1f}x" if ratios and case != "plain" else ""
             cells.append(f"{step['value']:,.0f} ms{reached}{f' ({chosen})' if chosen else ''}" if step else "")
-        rows.append([f"`{case}`", *cells])
-    header = ["method", *(f"{mbit:,} Mbit/s" for mbit in speeds)]
+        num = max(len(to_loss.get((case, mbit), [])) for mbit in speeds)
+        rows.append([f"`{case}`", *cells, f"{num} of {runs[case]}" if case in runs else ""])
+    header = ["method", *(f"{mbit:,} Mbit/s" for mbit in speeds), "seeds that do"]
     return markdown(header, rows) + (provenance(list(steps.values())) if steps else "")
 
 
