@@ -80,8 +80,8 @@ def quality(bits: int) -> list[str]:
         f"{bits}-bit weights ({stored:.2f} bits stored), perplexity",
         f"{tables.SMOLLM2}, WikiText-2",
         GPU,
-        f"full {shown('dense', 'dense')}; GPTQ + clip {shown('gptq+clip')} (16,384 calibration tokens); "
-        f"BitDistiller {shown('bitdistiller')}",
+        f"full {shown('dense', 'dense')}; GPTQ + clip, square weights, {shown('gptq+clip')} (16,384 calibration "
+        f"tokens); BitDistiller {shown('bitdistiller')}",
         f"{shown('ours')} (1M training tokens)",
         link("bitdistiller", "methods/bitdistiller.md"),
     ]
