@@ -397,8 +397,10 @@ def main() -> None:
     check()
     print("graph and plain tokens agree", flush=True)
     for blocks in dict.fromkeys(CASES[c][1] for c in args.cases if c in CASES):
-        error, plain = check_rounding(blocks)
-        print(f"{blocks}: error of the step in bf16 {error:.2e}, of the plain forward {plain:.2e}", flush=True)
+        for asked in ("0", "1"):  # kernel by kernel, and in one kernel
+            with one_kernel_steps(asked):
+                error, plain = check_rounding(blocks)
+            print(f"{blocks}: error of the step in bf16 {error:.2e}, of the plain forward {plain:.2e}", flush=True)
     bandwidth = copy_bandwidth()
     print(f"copy: {bandwidth / 1e12:.2f} TB/s", flush=True)
     for name in args.cases:

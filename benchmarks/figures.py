@@ -620,6 +620,7 @@ FIGURES: dict[str, Callable[[], str]] = {
         path,
         lowbit_rows,
         decode_8b,
+        decode_timeline,
         quality_bits,
         ptq_domains,
         speculation_batch,

@@ -103,6 +103,7 @@ INLINE void bulk_copy_at(u32 to, const void* from, u32 bytes, u32 bar) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                  ::"r"(to), "l"(from), "r"(bytes), "r"(bar) : "memory");
 }
+INLINE void stores_before_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }  // to the same place
 INLINE u64 read_once() {  // a policy: what is read makes room in L2 first
     u64 p; asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(p)); return p;
 }

@@ -81,6 +81,7 @@ struct Layer {  // as row_step.py writes it
 // Shared memory. Attention uses what products have for x and their sums.
 #define RINGS (WARPS * SLOTS * SLOT)
 constexpr int most(int a, int b) { return a > b ? a : b; }
+constexpr int least(int a, int b) { return a < b ? a : b; }
 // The queries, which are written while other warps may still read a product's sums, are no longer than x.
 constexpr int WIDEST = most(D_FF, most(D_MODEL, ATTENDED));
 #if CHUNKED
@@ -214,6 +215,7 @@ struct Step {
     float* inputs;      // [WARPS] sums of x by slices, for 8-bit codes
     float* part;        // sums of rows by slices
     int warp, lane;
+    bool owed;          // the slot of the last piece has not been filled again
     float eps;
     const u16* head_scale;
     const unsigned char* head_zero;
@@ -277,21 +279,44 @@ INLINE void multiply_dense(Step& s, const int kind, const uint2* in, const u16* 
     }
     __syncthreads();
     STAMP(1);
-    float x[pieces][each], inputs = 0.f;
+    float x[pieces][8], inputs = 0.f;
+#if CHUNKED && HEAD == 2
+    // 16 inputs as integers times a scale, in two digits of 8 bits: four codes an instruction.
+    u32 high[pieces][4], low[pieces][4];
+    float unit[pieces];
+#endif
     #pragma unroll
     for (int p = 0; p < pieces; p++) {
         const int at = (p * 32 + s.lane) * each;
+        float some[each];
         #pragma unroll
-        for (int i = 0; i < each; i++) x[p][i] = 0.f;
-        if (at >= part) continue;
-        #pragma unroll
-        for (int i = 0; i < each; i += 8) eight(x[p] + i, *(const uint4*)(s.x_s + (slice * part + at + i) / 2));
-        #pragma unroll
-        for (int i = 0; i < each; i++) {
-            const u32 word = by[p][i * norm_words / each];
-            if (normed) x[p][i] *= NORM32 ? __uint_as_float(word) : i % 2 ? widen_high(word) : widen_low(word);
-            if (bytes) inputs += x[p][i];
+        for (int i = 0; i < each; i++) some[i] = 0.f;
+        if (at < part) {
+            #pragma unroll
+            for (int i = 0; i < each; i += 8) eight(some + i, *(const uint4*)(s.x_s + (slice * part + at + i) / 2));
+            #pragma unroll
+            for (int i = 0; i < each; i++) {
+                const u32 word = by[p][i * norm_words / each];
+                if (normed) some[i] *= NORM32 ? __uint_as_float(word) : i % 2 ? widen_high(word) : widen_low(word);
+            }
         }
+#if CHUNKED && HEAD == 2
+        u32 pairs[8], top = 0;
+        #pragma unroll
+        for (int i = 0; i < 8; i++) pairs[i] = narrow2(some[2 * i], some[2 * i + 1]), top = max_abs2(top, pairs[i]);
+        const Digits digits(top);
+        int sum_high = 0, sum_low = 0;
+        #pragma unroll
+        for (int i = 0; i < 4; i++) {
+            digits.split(pairs[2 * i], pairs[2 * i + 1], high[p][i], low[p][i]);
+            high[p][i] = __byte_perm(high[p][i], 0, 0x3120), low[p][i] = __byte_perm(low[p][i], 0, 0x3120);  // in order
+            sum_high = __dp4a((int)high[p][i], 0x01010101, sum_high), sum_low = __dp4a((int)low[p][i], 0x01010101, sum_low);
+        }
+        unit[p] = digits.unit, inputs += ((float)sum_high + (float)sum_low * (1.f / LOW_UNITS)) * unit[p];
+#else
+        #pragma unroll
+        for (int i = 0; i < 8; i++) x[p][i] = some[i];
+#endif
     }
     if (bytes) {
         inputs = add_lanes(inputs, 32);
@@ -300,32 +325,43 @@ INLINE void multiply_dense(Step& s, const int kind, const uint2* in, const u16* 
     #pragma unroll 1
     for (int row = s.warp >> log; row < rows; row += WARPS >> log) {
         const char* const piece = s.ring + s.stream.await();
+        // All loads first, without branches: one must not wait for the sums of another. What lies behind a shorter piece is
+        // older weights or zeros, and x is 0 there.
+        uint4 got[pieces];
+        #pragma unroll
+        for (int p = 0; p < pieces; p++) {
+            got[p] = make_uint4(0, 0, 0, 0);
+            if (!CHUNKED || (p * 32 + s.lane) * each < PART) got[p] = *(const uint4*)(piece + (p * 32 + s.lane) * 16);
+        }
         float sum[pieces];
         #pragma unroll
         for (int p = 0; p < pieces; p++) {
             sum[p] = 0.f;
-            if ((p * 32 + s.lane) * each >= part) continue;
-            const uint4 got = *(const uint4*)(piece + (p * 32 + s.lane) * 16);
-            if constexpr (bytes) {
-                const u32 words[4] = {got.x, got.y, got.z, got.w};
-                #pragma unroll
-                for (int i = 0; i < 16; i++) {  // the byte in the mantissa of 2^23
-                    const float w = __uint_as_float(__byte_perm(words[i / 4], 0x4b000000u, 0x7440 + i % 4)) - 8388608.f;
-                    sum[p] += w * x[p][i];
-                }
-            } else {
-                float w[8];
-                eight(w, got);
-                #pragma unroll
-                for (int i = 0; i < 8; i++) sum[p] += w[i] * x[p][i];
+#if CHUNKED && HEAD == 2
+            const u32 words[4] = {got[p].x, got[p].y, got[p].z, got[p].w};
+            int sum_high = 0, sum_low = 0;
+            #pragma unroll
+            for (int i = 0; i < 4; i++) {  // codes less 128
+                const int codes = (int)(words[i] ^ 0x80808080u);
+                sum_high = __dp4a(codes, (int)high[p][i], sum_high), sum_low = __dp4a(codes, (int)low[p][i], sum_low);
             }
+            sum[p] = ((float)sum_high + (float)sum_low * (1.f / LOW_UNITS)) * unit[p];
+#else
+            float w[8];
+            eight(w, got[p]);
+            #pragma unroll
+            for (int i = 0; i < 8; i++) sum[p] += w[i] * x[p][i];
+#endif
         }
         #pragma unroll
-        for (int p = 1; p < pieces; p++) sum[0] += sum[p];
+        for (int apart = 1; apart < pieces; apart *= 2)
+            #pragma unroll
+            for (int p = 0; p + apart < pieces; p += 2 * apart) sum[p] += sum[p + apart];
         const float total = add_lanes(sum[0], 32);
-        __syncwarp();  // all have read the piece
-        s.stream.reuse();
         if (s.lane == 0) s.part[row * slices + slice] = total;
+        __syncwarp();  // all have read the piece
+        s.owed = row + (WARPS >> log) >= rows;
+        if (!s.owed) s.stream.reuse();
     }
 }
 
@@ -342,18 +378,19 @@ INLINE void multiply_chunks(Step& s, const int kind, const uint2* in, const u16*
     if (!plain) watch(s, in, tag, width);
     float square = 0.f;
     auto first_input = [&](const int word) { return BY_STEP ? word * 16 : word / 2 * 32 + word % 2 * 8; };
-    uint4 got[2][2];  // 16 inputs
-    auto load = [&](const int word) {
+    constexpr int together = 2;  // words that a thread asks for before it waits for the first
+    uint4 got[together][2][2];
+    auto load = [&](const int e0) {
         #pragma unroll
-        for (int n = 0; n < 4; n++) {
-            const int k = first_input(word) + n / 2 * apart + n % 2 * 4;
-            if (word < chunks * 8 && k < width && !plain) got[n / 2][n % 2] = load_now4(in + k / 2);
+        for (int n = 0; n < together * 4; n++) {
+            const int word = e0 + n / 4 * THREADS + s.lane, k = first_input(word) + n / 2 % 2 * apart + n % 2 * 4;
+            if (word < chunks * 8 && k < width && !plain) got[n / 4][n / 2 % 2][n % 2] = load_now4(in + k / 2);
         }
     };
-    load(threadIdx.x);
     #pragma unroll 1
-    for (int e0 = s.warp * 32; e0 < chunks * 8; e0 += THREADS) {
-        const int word = e0 + s.lane, k0 = first_input(word);
+    for (int e = s.warp * 32, turn = 0; e < chunks * 8; e += THREADS, turn = (turn + 1) % together) {
+        if (turn == 0) load(e);
+        const int word = e + s.lane, k0 = first_input(word);
         const bool inside = word < chunks * 8;
         u32 x[2][4];
         float by[16];
@@ -378,11 +415,14 @@ INLINE void multiply_chunks(Step& s, const int kind, const uint2* in, const u16*
             if (!inside || k >= width) continue;
             #pragma unroll
             for (int n = 0; n < 2; n++) {
-                const uint2 two = plain ? load_now2(plain + k + n * 4) : await_words(in + k / 2 + n * 2, tag, got[i][n]);
+                uint4 first = got[0][i][n];
+                #pragma unroll
+                for (int of = 1; of < together; of++)
+                    if (turn == of) first = got[of][i][n];  // registers have no index
+                const uint2 two = plain ? load_now2(plain + k + n * 4) : await_words(in + k / 2 + n * 2, tag, first);
                 x[i][n * 2] = two.x, x[i][n * 2 + 1] = two.y;
             }
         }
-        load(word + THREADS);
         if (normed)
             #pragma unroll
             for (int n = 0; n < 8; n++) {
@@ -441,7 +481,8 @@ INLINE void multiply_chunks(Step& s, const int kind, const uint2* in, const u16*
                     grid[n][q / 2][q % 2] = *(const u32*)(piece + n * CHUNK + CODES + q / 2 * 64 + g * 4 + q % 2 * 32);
             }
             __syncwarp();  // all have read the piece
-            s.stream.reuse();
+            s.owed = c0 + slices * run >= chunks && tile + (WARPS >> log) >= rows / 16;
+            if (!s.owed) s.stream.reuse();
             #pragma unroll
             for (int nq = 0; nq < run * NG; nq++) {
                 const int n = nq / NG, q = nq % NG;
@@ -523,7 +564,7 @@ INLINE void product(Step& s, const int kind, const uint2* in, const u16* plain, 
             for (int i = 0; i < 2; i++) {
                 const int row = mine.first + e + i;
                 const u32 grid = s.head_scale[row];
-                v[i] = (v[i] - s.head_zero[row] * inputs * scale) * (HEAD_SCALE16 ? __uint_as_float(grid << 16) : half_float(grid));
+                v[i] = (v[i] - (s.head_zero[row] - 128.f) * inputs * scale) * (HEAD_SCALE16 ? __uint_as_float(grid << 16) : half_float(grid));
             }
         }
         if (kind == Head) logits[mine.first + e] = v[0], logits[mine.first + e + 1] = v[1];
@@ -534,6 +575,8 @@ INLINE void product(Step& s, const int kind, const uint2* in, const u16* plain, 
         }
     }
     STAMP(3);
+    if (s.owed) s.stream.reuse();  // finding the next product takes a while: not before others can go on
+    s.owed = false;
 }
 
 // ---- attention --------------------------------------------------------------------------------------------------------
@@ -685,23 +728,42 @@ template <int H, int AHEAD> INLINE void attend(Step& s, const Layer& layer, uint
         #pragma unroll
         for (int n = 0; n < AHEAD; n++) keys_now[n] = keys[n], values_now[n] = values[n];
         if (round + 1 < rounds) fetch(round + 1);
+        float score[AHEAD][H];  // all of them before the first is used: they are made side by side
         #pragma unroll
-        for (int n = 0; n < AHEAD; n++) {
-            if (key_at(round, n) - of_warp >= mine) continue;  // none of the warp's
-            float k[8], v[8];
-            eight(k, keys_now[n]), eight(v, values_now[n]);
-            const bool inside = key_at(round, n) < mine;
+        for (int h = 0; h < H; h++) {
+            const float4 q0 = *(const float4*)(q_s + h * DIM + piece * 8), q1 = *(const float4*)(q_s + h * DIM + piece * 8 + 4);
             #pragma unroll
-            for (int h = 0; h < H; h++) {
-                const float4 q0 = *(const float4*)(q_s + h * DIM + piece * 8), q1 = *(const float4*)(q_s + h * DIM + piece * 8 + 4);
-                float score = q0.x * k[0] + q0.y * k[1] + q0.z * k[2] + q0.w * k[3];
-                score += q1.x * k[4] + q1.y * k[5] + q1.z * k[6] + q1.w * k[7];
-                score = add_lanes(score, LANES);
-                const float top = inside ? max(peak[h], score) : peak[h], shrink = power2(peak[h] - top);
-                const float weight = inside ? power2(score - top) : 0.f;
-                peak[h] = top, total[h] = total[h] * shrink + weight;
+            for (int n = 0; n < AHEAD; n++) {
+                float k[8];
+                eight(k, keys_now[n]);
+                score[n][h] = q0.x * k[0] + q0.y * k[1] + q0.z * k[2] + q0.w * k[3];
+                score[n][h] += q1.x * k[4] + q1.y * k[5] + q1.z * k[6] + q1.w * k[7];
+            }
+        }
+        #pragma unroll
+        for (int bit = 1; bit < LANES; bit *= 2)
+            #pragma unroll
+            for (int n = 0; n < AHEAD * H; n++) score[n / H][n % H] += __shfl_xor_sync(~0u, score[n / H][n % H], bit);
+        #pragma unroll
+        for (int h = 0; h < H; h++) {
+            float top = peak[h];
+            #pragma unroll
+            for (int n = 0; n < AHEAD; n++) {
+                if (key_at(round, n) >= mine) score[n][h] = LEAST;
+                top = max(top, score[n][h]);
+            }
+            const float shrink = power2(peak[h] - top);
+            peak[h] = top, total[h] *= shrink;
+            #pragma unroll
+            for (int i = 0; i < 8; i++) acc[h][i] *= shrink;
+            #pragma unroll
+            for (int n = 0; n < AHEAD; n++) {
+                const float weight = score[n][h] > LEAST ? power2(score[n][h] - top) : 0.f;
+                float v[8];
+                eight(v, values_now[n]);
+                total[h] += weight;
                 #pragma unroll
-                for (int i = 0; i < 8; i++) acc[h][i] = acc[h][i] * shrink + weight * v[i];
+                for (int i = 0; i < 8; i++) acc[h][i] += weight * v[i];
             }
         }
     }
@@ -787,7 +849,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_step(
     Step s;
     u64* const bars = (u64*)(smem + RINGS);
     Layer* const layers_s = (Layer*)(bars + WARPS * SLOTS);
-    s.warp = warp, s.lane = lane, s.eps = eps, s.head_scale = head_scale, s.head_zero = head_zero;
+    s.warp = warp, s.lane = lane, s.owed = false, s.eps = eps, s.head_scale = head_scale, s.head_zero = head_zero;
     s.x_s = (u32*)(layers_s + num_layers);
     s.squares = (float*)((char*)s.x_s + X_BYTES);
     s.inputs = s.squares + WARPS;
@@ -804,6 +866,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_step(
         bar_init_done();
     }
     __syncthreads();
+#if !CHUNKED
+    constexpr int shortest = least(least(part_of(Up), part_of(Output)), part_of(Down)) * 2;
+    for (int n = shortest / 16 + lane; n < SLOTS * (SLOT / 16); n += 32)  // behind pieces; see multiply_dense
+        if (n % (SLOT / 16) >= shortest / 16) ((uint4*)s.ring)[n] = make_uint4(0, 0, 0, 0);
+    stores_before_copies();
+    __syncwarp();
+#endif
     stream.enter();
     for (int n = 0; n < SLOTS; n++) stream.ask(n);
 

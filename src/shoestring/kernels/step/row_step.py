@@ -127,10 +127,10 @@ class RowStepPlan:
     splits: int = 16  # shares of the keys of a request and head, at most
     share_keys: int = 256  # keys that are worth a share
     short_keys: int = 512  # keys up to which a block takes one query head, not all that share a key head
-    early_keys: int = 0  # 1: up to short_keys keys are asked for when the layer begins, too
+    early_keys: int = 1  # 1: up to short_keys keys are asked for when the layer begins, too
     spin: int = 0  # nanoseconds between two looks at a word
     dependent: int = 1  # 1: started while the kernel before drains
-    cooperative: int = 0  # 1: all blocks are placed at once
+    cooperative: int = 1  # 1: all blocks are placed at once
     watched: int = 2048  # inputs from which on one warp looks for them before all others do
 
     def dense_slice(self, shape: StepShape) -> int:
@@ -159,7 +159,7 @@ class RowStepPlan:
             pieces.append(
                 (1 if shape.head_scale else 2) * shape.d_model // self.slices(shape, shape.d_model, head=True)
             )
-        return max(pieces)
+        return ceil_div(max(pieces), 512) * 512 if shape.layout is None else max(pieces)  # 16 bytes for each lane
 
     def fixed_bytes(self, shape: StepShape, blocks: int) -> int:
         """Shared memory besides the rings and their barriers: the layers, and x and sums of products, or what attention
