@@ -70,6 +70,9 @@ class Curves:
         for color, s in enumerate(kept):
             points = " ".join(f"{axes.x(x):.1f},{axes.y(y):.1f}" for x, y in zip(s.xs, s.ys, strict=True))
             marks.append(f'<polyline class="line c{color % NUM_COLORS}" points="{points}"/>')
+            if len(s.xs) == 1:  # no line has one point
+                at = f'cx="{axes.x(s.xs[0]):.1f}" cy="{axes.y(s.ys[0]):.1f}"'
+                marks.append(f'<circle class="dot c{color % NUM_COLORS}" {at} r="5"/>')
             said = s.rows or [
                 f"{s.name}: {_num(y)} at {self.x_label} {_num(x)}" for x, y in zip(s.xs, s.ys, strict=True)
             ]
@@ -103,10 +106,11 @@ class Scatter:
         labels = place_labels(spots, [name for name, *_ in kept], axes.left)
         marks = []
         for color, ((name, _, _, row), (px, py), (x, y)) in enumerate(zip(kept, spots, labels, strict=True)):
-            if math.hypot(x - px, y - py) > 3 * LABEL_HEIGHT:  # the label stands apart
-                marks.append(
-                    f'<line class="leader" x1="{px:.1f}" y1="{py:.1f}" x2="{x:.1f}" y2="{y - LABEL_HEIGHT / 3:.1f}"/>'
-                )
+            x0, y0, x1, y1 = _box((x, y), LABEL_CHAR * len(name))
+            end = min(max(px, x0), x1), min(max(py, y0), y1)  # where the label is nearest
+            if math.dist(end, (px, py)) > 1.2 * LABEL_HEIGHT:  # it stands apart
+                line = f'x1="{px:.1f}" y1="{py:.1f}" x2="{end[0]:.1f}" y2="{end[1]:.1f}"'
+                marks.append(f'<line class="leader" {line}/>')
             marks.append(
                 f'<circle class="dot c{color % NUM_COLORS}" cx="{px:.1f}" cy="{py:.1f}" r="6">'
                 f"<title>{escape(row)}</title></circle>"

@@ -310,7 +310,7 @@ def write_page(demo: Demo) -> None:
             f'shoestring generate {demo.folder / "int4"} "import " --temperature 0.8',
             *chat,
             "shoestring run train/dense data=python steps=2000 size=small",
-            "shoestring run shrink/rtn model=DIR format=nf3 text=FILE",
+            "shoestring quantize MODEL nf3 text=FILE",
             "shoestring recipes",
         ]
     )

@@ -191,7 +191,7 @@ def report_training(
     assert log.folder is not None
     folder = log.folder
     eval_table(log.evaluations()).print()
-    shrink = [f"shoestring run shrink/rtn model={folder} format={name}" for name in int4_that_fits(spec)]
+    shrink = [f"shoestring quantize {folder} {name}" for name in int4_that_fits(spec)]
     first = [f'shoestring generate {folder} "def main("', f"shoestring eval {folder} --speed"]
     tries = "\n".join([*first, *shrink, f"shoestring export {folder} my-model", *commands])
     sections = [*plots, *run_sections(folder), Text("Next", tries, code=True)]
