@@ -31,6 +31,7 @@ from shoestring.runlog import RunLog
 from shoestring.shrink.blockwise import Blockwise, train_blocks
 from shoestring.shrink.calibrate import BlockStep, Calibration, walk, windows
 from shoestring.shrink.clip import Clip
+from shoestring.shrink.gptq import Gptq
 from shoestring.shrink.mixed_bits import MixedBits, choose_formats, measure_damage
 from shoestring.shrink.qat import FallingRates, Rates, clip_weights, learned_rules, part_for, read_grids, relative_adamw
 from shoestring.shrink.quantize import HEADS, METHODS, quantize, usual_inputs
@@ -159,11 +160,16 @@ class Subject:
 
 
 def after_training(subject: Subject, label: str, name: str) -> Decoder:
-    """A method without training; the model then holds the weights of its packed file."""
+    """A method without training; the model then holds the weights of its packed file. `gptq+clip@act_order,token`:
+    columns with large inputs first, every token counted alike."""
+    name, _, options = name.partition("@")
     model, method = subject.fresh(), METHODS[name]
+    if isinstance(method, Gptq):
+        method = replace(method, act_order="act_order" in options)
     rules = subject.rules(parse_format(label))
     if usual_inputs(method) == "quantized":
-        steps: Iterator[BlockStep] = walk(model, subject.calibration, Calibration(inputs="quantized"))
+        calibration = Calibration(inputs="quantized", weigh="token" if "token" in options else "square")
+        steps: Iterator[BlockStep] = walk(model, subject.calibration, calibration)
     else:
         if not subject.shared and name != "rtn":
             subject.shared = list(walk(model, subject.calibration, Calibration(inputs="full")))

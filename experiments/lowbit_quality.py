@@ -60,6 +60,7 @@ def smol(label: str, *methods: str, seed: int = 0) -> list[Cell]:
 OURS = "ours@live,gamma=0,batch=16"
 FOUR = "ours@live,gamma=0,0.25,batch=16"
 THREE = "ours@live,derived,gamma=0.5,0.6"
+TODAY = "gptq+clip@act_order,token"
 MIX = ",mix=nf3:s1:g{0}+nf4:s1:g{0}"
 MIXED = "ours@live,gamma=0,0.3,batch=16,blocks=0,init=clip" + MIX
 # By name, so that a part can be measured by a process of its own.
@@ -84,6 +85,8 @@ PARTS: dict[str, list[Cell]] = {
     "plain192": [(SMOLLM2, method, label, 0) for label in grids(192) for method in PLAIN],
     # GPTQ whose ranges are searched, as those of AWQ and of the clip search are.
     "clipped": [(SMOLLM2, "gptq+clip", f"{f}:g{group}", 0) for group in (64, 192) for f in ("int4", "nf3:s2", "int2")],
+    # The defaults of shrink/ptq.
+    "today": smol("int4:g64", TODAY) + smol("nf3:s2:g64", TODAY) + smol("int2:g64", TODAY),
     # AFPQ's other tables.
     "float": [
         *((SMOLLM2, method, label, 0) for g in GROUPS for label in float_grids(g) for method in ("rtn", "clip")),
