@@ -2,6 +2,7 @@
 
     python -m benchmarks.decode_timeline                       all models; about 2 minutes on an H200
     python -m benchmarks.decode_timeline --cases 1b 8b-int4    some of them
+    python -m benchmarks.decode_timeline --quick               times of whole steps only; about 70 s
     python -m benchmarks.decode_timeline --variants            and other plans of the one-kernel step
 
 One request with 256 tokens of context, shapes with random weights, the step from the token to the logits as a CUDA
@@ -23,7 +24,7 @@ import argparse
 import dataclasses
 import functools
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -42,8 +43,10 @@ from benchmarks.decode import (
 )
 from benchmarks.results import markdown, newest, provenance, record
 from shoestring.errors import as_command
+from shoestring.formats import parse_format
+from shoestring.formats.groups import SCALE_DTYPES
 from shoestring.kernels.step import row_step
-from shoestring.kernels.step.row_step import PARTS, RowStep, RowStepPlan
+from shoestring.kernels.step.row_step import PARTS, RowStep, RowStepPlan, StepShape
 from shoestring.model import ModelSpec
 from shoestring.model.layer_plan import plan_decoder
 from shoestring.serve.engine.block_pool import BlockPool
@@ -180,7 +183,28 @@ def parts_of(times_PST: Tensor, num_layers: int) -> list[list[Any]]:
     return parts
 
 
-def run_case(name: str, bandwidth: float, variants: bool) -> None:
+def shape_of(name: str) -> StepShape:
+    """What the one-kernel step of a case is compiled for."""
+    _, spec, blocks, head = CASES[name]
+    layout = None if blocks == "bf16" else parse_format(blocks).layout(spec.d_model)
+    scale = None if head == "bf16" else SCALE_DTYPES[parse_format(head).scale_dtype]
+    dtype = torch.bfloat16
+    heads = spec.num_heads, spec.num_kv_heads, spec.head_dim
+    return StepShape(
+        spec.d_model, spec.d_ff, *heads, spec.vocab_size, PAGE, spec.num_layers, dtype, dtype, None, layout, scale
+    )
+
+
+def compile_all(cases: Sequence[str], stamps: bool) -> None:
+    """The kernels of these cases, side by side: one takes some seconds."""
+    device = torch.cuda.current_device()
+    ways = (False, True) if stamps else (False,)
+    wanted = [(shape_of(name), stamped) for name in cases for stamped in ways]
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda of: row_step._kernel(device, of[0], RowStepPlan(), of[1]), wanted))
+
+
+def run_case(name: str, bandwidth: float, variants: bool, quick: bool) -> None:
     label, spec, blocks, head = CASES[name]
     step = Step(spec, blocks, head)
     num_bytes = step_bytes(step.model, 1, CONTEXT)
@@ -199,13 +223,13 @@ def run_case(name: str, bandwidth: float, variants: bool) -> None:
 
     graph = captured(step.kernels)
     samples = microseconds(graph)
-    kernels = profiled(graph)
-    layer = middle_layer(kernels, spec.num_layers)
-    note(
-        "kernel by kernel", samples, kernels=len(kernels), profiled_us=round(kernels[-1][2] - kernels[0][1], 1),
-        busy_us=round(busy_time(kernels), 1), layer=layer,
-    )  # fmt: skip
-    for kernel, begin, end in layer:
+    seen: dict[str, Any] = {}
+    if not quick:
+        kernels = profiled(graph)
+        seen = {"kernels": len(kernels), "profiled_us": round(kernels[-1][2] - kernels[0][1], 1)}
+        seen |= {"busy_us": round(busy_time(kernels), 1), "layer": middle_layer(kernels, spec.num_layers)}
+    note("kernel by kernel", samples, **seen)
+    for kernel, begin, end in seen.get("layer", ()):
         print(f"    {begin:8.2f} {end:8.2f} us  {kernel}", flush=True)
     whole = step.one_kernel()
     if whole is None:
@@ -216,14 +240,16 @@ def run_case(name: str, bandwidth: float, variants: bool) -> None:
     print(f"    one kernel: distance {distance:.2e} from kernel by kernel", flush=True)
     assert distance <= WRONG, "the one-kernel step is wrong"
     samples = microseconds(captured(functools.partial(step.row, whole)))
-    stamped = step.one_kernel(stamps=True)
-    assert stamped is not None
-    for _ in range(3):
-        step.row(stamped)
-    torch.cuda.synchronize()
-    parts = parts_of(stamped.times().cpu(), spec.num_layers)
-    note("one kernel", samples, distance=distance, layer=parts)
-    for part in parts:
+    seen = {"distance": distance}
+    if not quick:
+        stamped = step.one_kernel(stamps=True)
+        assert stamped is not None
+        for _ in range(3):
+            step.row(stamped)
+        torch.cuda.synchronize()
+        seen["layer"] = parts_of(stamped.times().cpu(), spec.num_layers)
+    note("one kernel", samples, **seen)
+    for part in seen.get("layer", ()):
         print(f"    {part[0]:10s}", *(f"{v:8.2f}" for v in part[1:]), flush=True)
     if variants:
         shape = whole.shape
@@ -249,7 +275,7 @@ def table() -> str:
                 [
                     label,
                     blocks,
-                    f"{many['quality']['kernels']}",
+                    f"{many['quality'].get('kernels', '')}",
                     f"{many['value']:,.0f}",
                     f"{one['value']:,.0f}" if one else "",
                     f"{many['baseline_value']:,.0f}",
@@ -266,14 +292,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES))
     parser.add_argument("--variants", action="store_true", help="time other plans of the one-kernel step as well")
+    parser.add_argument("--quick", action="store_true", help="neither kernels nor parts of a layer; nothing to draw")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this bench needs a CUDA GPU")
+    compile_all(args.cases, not args.quick)
     bandwidth = copy_bandwidth()
     print(f"copy: {bandwidth / 1e12:.2f} TB/s", flush=True)
     for name in args.cases:
         with attempt(name), torch.no_grad():
-            run_case(name, bandwidth, args.variants)
+            run_case(name, bandwidth, args.variants, args.quick)
 
 
 if __name__ == "__main__":

@@ -102,10 +102,10 @@ def decode_8b() -> str:
 def decode_timeline() -> str:
     """A layer of a decoding step as kernels, and as a part of one kernel."""
     model, lanes, longest = "Llama 1B shape", [], 0.0
-    for n in newest("decode_timeline"):
-        c, layer = n["config"], n["quality"]["layer"]
-        if (c["model"], c["blocks"]) != (model, "bf16"):
-            continue
+    of_model = [n for n in recorded("decode_timeline") if n["config"]["model"] == model and "layer" in n["quality"]]
+    drawn = {n["case"]: n for n in of_model if n["config"]["blocks"] == "bf16"}
+    for n in drawn.values():
+        layer = n["quality"]["layer"]
         lanes.append(Lane(f"{n['case']}: a step takes {n['value']:,.0f} us, its bytes {n['baseline_value']:,.0f}"))
         for name, *times in (part for part in layer if part[0] != "head"):
             longest = max(longest, times[-1])
