@@ -43,7 +43,7 @@ from benchmarks.decode import (
 )
 from benchmarks.results import markdown, newest, provenance, record
 from shoestring.errors import as_command
-from shoestring.formats import parse_format
+from shoestring.formats import IntAsym, parse_format
 from shoestring.formats.groups import SCALE_DTYPES
 from shoestring.kernels.step import row_step
 from shoestring.kernels.step.row_step import PARTS, RowStep, RowStepPlan, StepShape
@@ -186,8 +186,9 @@ def parts_of(times_PST: Tensor, num_layers: int) -> list[list[Any]]:
 def shape_of(name: str) -> StepShape:
     """What the one-kernel step of a case is compiled for."""
     _, spec, blocks, head = CASES[name]
-    layout = None if blocks == "bf16" else parse_format(blocks).layout(spec.d_model)
-    scale = None if head == "bf16" else SCALE_DTYPES[parse_format(head).scale_dtype]
+    packed, coded = (None if label == "bf16" else parse_format(label) for label in (blocks, head))
+    layout = packed.layout(spec.d_model) if isinstance(packed, IntAsym) else None
+    scale = SCALE_DTYPES[coded.scale_dtype] if isinstance(coded, IntAsym) else None
     dtype = torch.bfloat16
     heads = spec.num_heads, spec.num_kv_heads, spec.head_dim
     return StepShape(
