@@ -428,7 +428,21 @@ def table() -> str:
             ]
         )
     head = ["run", "kills", "wrong bits loaded", "refused, of flipped bytes", "steps repeated", "of an interval of"]
-    return markdown(head, rows) + provenance(lines)
+    return markdown(head, rows) + hosts_text(cells) + provenance(lines)
+
+
+def hosts_text(cells: dict[tuple[str, str], dict[str, Any]]) -> str:
+    """What fault_hosts.py measured, in a sentence."""
+    slow = cells.get(("a host lost", "slowdown"))
+    if slow is None:
+        return ""
+    q = slow["quality"]
+    text = (
+        f"\n\nTwo hosts in network namespaces, {q['mbit']:,} Mbit/s, {q['share_mb']:g} MB a host: steps took "
+        f"{100 * slow['value']:.1f}% longer in spans of 8 s with one copy to the peer ({q['step_ms_without']:g} ms "
+        f"without); a lost host came back from its peer in {q['peer_recovery_s']:.2g} s"
+    )
+    return text + (f", both hosts from S3 in {q['s3_recovery_s']:.2g} s." if "s3_recovery_s" in q else ".")
 
 
 def record_case(case: str, config: dict[str, Any], found: Counter[str], lost: list[tuple[int, int]]) -> None:

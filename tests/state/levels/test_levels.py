@@ -178,7 +178,7 @@ def test_the_agent_writes_due_versions_and_ends_with_the_run(tmp_path: Path) -> 
     assert saver.memory is None
 
 
-@pytest.mark.parametrize("stride", [29, pytest.param(1, marks=pytest.mark.lab)])
+@pytest.mark.parametrize("stride", [79, pytest.param(1, marks=pytest.mark.lab)])
 def test_killed_at_every_write(run_ranks: Callable[..., str], tmp_path: Path, stride: int) -> None:
     out = run_ranks(1, Path(__file__).with_name("level_kill_points.py"), str(tmp_path), str(stride))
     kills = re.search(r"kills (\d+)", out)
