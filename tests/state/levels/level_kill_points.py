@@ -25,6 +25,8 @@ from shoestring.host.arena import Arena
 from shoestring.state.levels import snapshot
 from shoestring.state.levels.agent import Agent, AgentConfig
 from shoestring.state.levels.checkpointer import LevelCheckpointer
+from shoestring.state.levels.host_folder import host_folder
+from shoestring.state.levels.restore import offers_here
 
 base, stride = Path(sys.argv[1]), int(sys.argv[2])
 os.environ["SHOESTRING_MEMORY_DIR"] = str(base / "memory")
@@ -147,6 +149,8 @@ def look() -> None:
     done = int(progress.read_text() or "0") if progress.exists() else 0
     run, parts = make_run()
     saver = checkpointer(run_folder)
+    _, problems = offers_here(host_folder(run_folder), [saver.folder], saver.host)
+    assert not problems, problems  # whatever has its name is whole
     resumed = saver.resume(run, parts)
     assert resumed or done == 0, done
     assert run.step >= done, (run.step, done)

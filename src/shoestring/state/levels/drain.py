@@ -91,6 +91,8 @@ def _write_part(
     chosen: list[HeldBox] = []
     for held in entry.copy.boxes:
         known = tensors.setdefault(held.name, {"dtype": held.dtype, "shape": list(held.shape), "boxes": []})
+        if not held.box.size:  # a tensor without elements is named, and has no box
+            continue
         where = {"start": list(held.box.start), "stop": list(held.box.stop)}
         if any(b["start"] == where["start"] and b["stop"] == where["stop"] for b in known["boxes"]):
             continue  # another rank of this host holds the same

@@ -124,12 +124,18 @@ def remote_steps(url: str, timeout_s: float) -> list[tuple[int, tuple[str, ...]]
 def _share(manifest: dict[str, Any]) -> HeldCopy:
     """What the host manifest says that its folder holds."""
     boxes = tuple(
-        HeldBox(name, tensor["dtype"], tuple(tensor["shape"]), Box(tuple(box["start"]), tuple(box["stop"])))
+        HeldBox(name, tensor["dtype"], tuple(tensor["shape"]), box)
         for name, tensor in manifest["tensors"].items()
-        for box in tensor["boxes"]
+        for box in _boxes(tensor)
     )
     values = manifest["values"]
     return HeldCopy(manifest["step"], values[LIFE], 0, manifest["world_size"], "", values[NAMES_SUM], boxes)
+
+
+def _boxes(tensor: dict[str, Any]) -> list[Box]:
+    if 0 in tensor["shape"]:
+        return [Box.full(tensor["shape"])]
+    return [Box(tuple(box["start"]), tuple(box["stop"])) for box in tensor["boxes"]]
 
 
 def fetch(url: str, folder: str, checkpoints: Path, timeout_s: float) -> Path:
