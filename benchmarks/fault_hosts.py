@@ -126,7 +126,7 @@ def worker(place: Path, remote: bool, span_s: float) -> None:
     levels = LevelsConfig(peer=True, mttf_hours=1e-3, budget=0.3, agent_idle=60, remote=url, remote_timeout_s=20)
     said: list[str] = []
     log = RunLog(None, quiet=True)
-    log.say = said.append  # type: ignore[method-assign]
+    log.say = said.append  # type: ignore[method-assign, assignment]
     run: Any = argparse.Namespace(step=0, model=model, optimizer=optimizer, mesh=mesh, log=log)
     saver = LevelCheckpointer(place / "run" / "checkpoints", CheckpointConfig(checkpoint="auto", levels=levels))
     began = time.perf_counter()

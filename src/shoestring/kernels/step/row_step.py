@@ -218,7 +218,8 @@ PLANS = PlanTable("row_step", RowStepPlan, shipped=SOURCES / "step" / "row_step_
 
 
 def plan_key(shape: StepShape) -> str:
-    weights = "dense" if shape.layout is None else shape.layout.label
+    dtype = str(shape.dtype).removeprefix("torch.")
+    weights = dtype if shape.layout is None else f"{dtype} x {shape.layout.label}"
     heads = f"{shape.num_heads}/{shape.num_groups}x{shape.head_dim}"
     return f"{weights} {shape.d_model}x{shape.d_ff} heads {heads} layers {shape.num_layers}"
 
