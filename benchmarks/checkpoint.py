@@ -472,7 +472,7 @@ def table() -> str:
         stall, lost = cells[case, "stall_ms"], cells[case, "lost_step_time"]
         ratio = "" if stall["ratio"] is None else f"{stall['ratio']:,.3g}x"
         size = f"{stall['config']['state_gib']:g} GiB"
-        rows.append([case, size, f"{stall['value']:,.3g} ms", ratio, f"{max(lost['value'], 0.0):.2g} %"])
+        rows.append([case, size, stall_text(stall["value"]), ratio, f"{max(lost['value'], 0.0):.2g} %"])
     head = ["case", "state", "stall of a save", "less than DCP sync", "step time lost at one save a minute"]
     restores = [n for n in lines if n["metric"] == "restore_gbps"]
     text = "; ".join(f"{n['case'].split(',')[0]} {n['value']:.3g} GB/s" for n in restores)
@@ -486,6 +486,10 @@ def table() -> str:
         + sweep_table([n for n in lines if n["case"].endswith(", sweep")])
         + provenance(shown)
     )
+
+
+def stall_text(ms: float) -> str:
+    return f"{ms / 1000:.3g} s" if ms >= 1000 else f"{ms:.3g} ms"
 
 
 def sweep_table(lines: list[dict[str, Any]]) -> str:
