@@ -187,8 +187,8 @@ def test_what_is_suggested_next_can_be_done(cli: Callable[..., str], corpus: Pat
     argv = ["run", "train/dense", f"data={corpus}", "steps=2", *tiny, *SHORT]
     for width, d_ff, fits in ((64, 64, "int4"), (32, 96, "int4:g32"), (80, 64, "int4:g0"), (80, 60, None)):
         said = cli(*argv, f"d_model={width}", f"d_ff={d_ff}", f"run={tmp_path / f'{width}-{d_ff}'}")
-        found = [line for line in said.splitlines() if line.startswith("shoestring run shrink/rtn")]
-        assert [line.rpartition("=")[2] for line in found] == ([] if fits is None else [fits])
+        found = [line for line in said.splitlines() if line.startswith("shoestring quantize ")]
+        assert [line.split()[-1] for line in found] == ([] if fits is None else [fits])
         for line in found:
             cli(*line.split()[1:], "context=32", "device=cpu")
 

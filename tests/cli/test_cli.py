@@ -444,7 +444,7 @@ def test_export_as_compressed_tensors_and_its_refusals(
         cli("export", packed_folder, out, "--as", "onnx"), "dense, compressed-tensors, gptq, awq, fp8, packed, gguf"
     )
     assert_one_line_error(cli("export", packed_folder, out, "--as", "compressed-tensors"), "nf3", "--as packed")
-    assert_one_line_error(cli("export", model_folder, out, "--as", "compressed-tensors"), "shrink/ptq")
+    assert_one_line_error(cli("export", model_folder, out, "--as", "compressed-tensors"), "shoestring quantize")
     assert not out.exists()
     loaded = load_model(model_folder)
     convert(loaded.model, [("*", parse_format("int8:sym:g32"))])

@@ -296,7 +296,7 @@ def test_what_the_layout_cannot_hold(format: str, words: list[str], tmp_path: Pa
 
 def test_other_refusals(tmp_path: Path) -> None:
     save_model(tmp_path / "dense", random_model(SPEC))
-    with pytest.raises(UserError, match=r"no quantized layer.*shrink/ptq"):
+    with pytest.raises(UserError, match=r"no quantized layer.*shoestring quantize"):
         export_model(tmp_path / "dense", tmp_path / "out", "compressed-tensors")
     with pytest.raises(UserError, match="no packed layer"):
         export_model(tmp_path / "dense", tmp_path / "out", "packed")
