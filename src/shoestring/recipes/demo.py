@@ -51,12 +51,14 @@ from shoestring.model.export import export_model
 from shoestring.model.gguf import find_smollm2
 from shoestring.model.mesh_layouts import layout_on
 from shoestring.model.parallel import init_weights
+from shoestring.model.save import round_rest
 from shoestring.recipes.shrink import prune24, ptq
 from shoestring.recipes.train import dense
 from shoestring.report import Scatter, Section, Text, eval_table, loss_curves, run_sections, size_scatter, write_report
 from shoestring.runlog import RunLog, check_free, new_run_folder, read_metrics
 from shoestring.serve import Engine, Sampling
 from shoestring.serve.speculative.ngram_drafter import NgramDrafter
+from shoestring.shrink.whole_model import EMBED, with_embedding
 from shoestring.state.levels.cache import CheckpointCache
 from shoestring.state.levels.settings import CheckpointConfig, LevelsConfig
 from shoestring.state.reshard.plan import make_plan
@@ -168,11 +170,17 @@ def train_small(demo: Demo) -> None:
 def shrink_small(demo: Demo) -> None:
     """Convert it to 4 and to 3 bits."""
     for name in ("int4", "nf3"):
-        loaded = demo.load(demo.folder / "train")
-        demo.log.say(str(convert(loaded.model, [("*", parse_format(name))])).splitlines()[-1])
-        pack(loaded.model, dtype=demo.dtype)
-        save_model(demo.folder / name, loaded.model, loaded.tokenizer)
-        demo.models[name] = demo.load(demo.folder / name)  # what is on disk is what is evaluated
+        demo.models[name] = rounded(demo, demo.load(demo.folder / "train"), name, demo.folder / name)
+
+
+def rounded(demo: Demo, loaded: LoadedModel, format: str, out: Path) -> LoadedModel:
+    """The model with all weights in few bits, as `shoestring quantize` makes it: read from what was saved."""
+    rules = with_embedding([("*", parse_format(format))], EMBED, loaded.model)
+    demo.log.say(str(convert(loaded.model, rules)).splitlines()[-1])
+    pack(loaded.model, dtype=demo.dtype)
+    round_rest(loaded.model)
+    save_model(out, loaded.model, loaded.tokenizer)
+    return demo.load(out)
 
 
 def evaluate_small(demo: Demo) -> None:
@@ -286,9 +294,7 @@ def chat_pretrained(demo: Demo) -> None:
 
     look("as published")
     # The published weights are on a 4-bit grid in blocks of 32: only larger groups show a loss.
-    convert(loaded.model, [("*", parse_format("int4:g64"))])
-    pack(loaded.model, dtype=demo.dtype)
-    save_model(demo.folder / "smollm2-int4", loaded.model, loaded.tokenizer)
+    loaded = rounded(demo, loaded, "int4:g64", demo.folder / "smollm2-int4")
     look("int4:g64")
     if demo.device.type == "cpu" and has_arm_kernels():  # slow for prompts on other CPUs
         quantize_activations(loaded.model)
