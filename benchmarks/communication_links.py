@@ -212,6 +212,17 @@ def work(methods: list[str]) -> None:
 # -- the bench ------------------------------------------------------------------------------------------------
 
 
+def case_of(method: str) -> str:
+    """As communication_curves names it; of auto@100, auto."""
+    return method.replace("+", ", ").partition("@")[0]
+
+
+def config_of(method: str, mbit: int) -> dict[str, Any]:
+    name, _, selector = method.partition("@")[0].partition("+")
+    own = {"method": name, "selector": selector or "uniform", "mbit": mbit}
+    return {**own, "replicas": REPLICAS, "model": "d128 L4"}
+
+
 def measure(speeds: list[int], methods: list[str]) -> None:
     for mbit in speeds:
         found, codes = on_replicas(mbit, methods)
@@ -225,9 +236,10 @@ def measure(speeds: list[int], methods: list[str]) -> None:
             if f["method"] == AUTO:
                 quality |= {"chosen": f["chosen"], "probe_ms": round(f["probe_ms"], 1)}
             record(
-                bench=BENCH, case=f["method"], metric="step_ms", unit="ms", samples=[1e3 * t for t in f["times"]],
+                bench=BENCH, case=case_of(f["method"]), metric="step_ms", unit="ms",
+                samples=[1e3 * t for t in f["times"]],
                 baseline="plain", baseline_value=1e3 * plain if plain else None, ratio=plain / took if plain else None,
-                quality=quality, config={"method": f["method"], "mbit": mbit, "replicas": REPLICAS, "model": "d128 L4"},
+                quality=quality, config=config_of(f["method"], mbit),
             )  # fmt: skip
             gain = f", {plain / took:.2f}x of plain" if plain else ""
             print(f"{mbit:5} Mbit/s {f['method']:20} {1e3 * took:8.1f} ms{gain}, {quality}", flush=True)
@@ -253,13 +265,11 @@ def measure_unshaped(speeds: list[int], methods: list[str]) -> None:
             times = [1e3 * (t + link_s) for t in f["work"]]
             took = statistics.median(times) / 1e3
             record(
-                bench=BENCH, case=f["method"].replace("+", ", ").partition("@")[0], metric="step_ms", unit="ms",
-                samples=times, baseline="plain", baseline_value=1e3 * plain, ratio=plain / took,
+                bench=BENCH, case=case_of(f["method"]), metric="step_ms", unit="ms", samples=times,
+                baseline="plain", baseline_value=1e3 * plain, ratio=plain / took,
                 quality={"sent_mb": round(sent[f["method"]] / 1e6, 4), "own_ms": round(1e3 * own[f["method"]], 2),
                          "chosen": f.get("chosen", ""), "probe_ms": round(f.get("probe_ms", 0.0), 1)},
-                config={"method": f["method"].partition("+")[0].partition("@")[0],
-                        "selector": f["method"].partition("+")[2] or "uniform", "mbit": mbit, "replicas": REPLICAS,
-                        "model": "d128 L4", "link": "computed"},
+                config={**config_of(f["method"], mbit), "link": "computed"},
             )  # fmt: skip
             print(
                 f"{mbit:5} Mbit/s {f['method']:22} {1e3 * took:8.1f} ms ({1e3 * own[f['method']]:.1f} without the "
