@@ -35,6 +35,7 @@ from shoestring.shrink.gptq import Gptq
 from shoestring.shrink.mixed_bits import MixedBits, choose_formats, measure_damage
 from shoestring.shrink.qat import FallingRates, Rates, clip_weights, learned_rules, part_for, read_grids, relative_adamw
 from shoestring.shrink.quantize import HEADS, METHODS, quantize, usual_inputs
+from shoestring.shrink.self_text import own_windows
 from shoestring.train.batched_formats import BatchedFormats
 from shoestring.train.cakld import CachedCakld, Cakld
 from shoestring.train.cuda_graph import GraphedForwardBackward
@@ -123,6 +124,7 @@ class Subject:
     mixes: dict[tuple[str, str], MixedBits] = field(default_factory=dict)  # by Format and other candidates
     ends: float | None = None  # of time.perf_counter: ours is trained until then at most
     known: dict[str, list[int]] = field(default_factory=dict)  # texts of the tasks in tokens
+    written: Tensor | None = None  # windows that the full model wrote, as many as those of `calibration`
 
     def __post_init__(self) -> None:
         self.original = {name: t.detach().clone() for name, t in self.model.state_dict().items()}
@@ -149,6 +151,14 @@ class Subject:
             self.known[text] = self.tokenizer.encode(text)
         return self.known[text]
 
+    def own(self) -> Tensor:
+        """What shrink/ptq calibrates on by default. The model is the full one afterwards."""
+        if self.written is None:
+            assert self.tokenizer is not None
+            num, context = self.calibration.shape
+            self.written = own_windows(self.fresh(), self.tokenizer, num, context)
+        return self.written
+
     def cache(self) -> TeacherCache:
         """Of every window, so that it serves every seed. The model is the full one afterwards."""
         data = self.data(0)
@@ -160,8 +170,8 @@ class Subject:
 
 
 def after_training(subject: Subject, label: str, name: str) -> Decoder:
-    """A method without training; the model then holds the weights of its packed file. `gptq+clip@act_order,token`:
-    columns with large inputs first, every token counted alike."""
+    """A method without training; the model then holds the weights of its packed file. `gptq+clip@act_order,token,own`:
+    columns with large inputs first, every token counted alike, calibrated on text that the model wrote itself."""
     name, _, options = name.partition("@")
     model, method = subject.fresh(), METHODS[name]
     if isinstance(method, Gptq):
@@ -169,7 +179,8 @@ def after_training(subject: Subject, label: str, name: str) -> Decoder:
     rules = subject.rules(parse_format(label))
     if usual_inputs(method) == "quantized":
         calibration = Calibration(inputs="quantized", weigh="token" if "token" in options else "square")
-        steps: Iterator[BlockStep] = walk(model, subject.calibration, calibration)
+        seen = subject.own() if "own" in options else subject.calibration
+        steps: Iterator[BlockStep] = walk(model, seen, calibration)
     else:
         if not subject.shared and name != "rtn":
             subject.shared = list(walk(model, subject.calibration, Calibration(inputs="full")))

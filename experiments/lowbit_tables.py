@@ -27,7 +27,9 @@ from experiments.lowbit_subjects import KEPT, SMOLLM2, STORIES
 BENCH = "lowbit_quality"
 MIXED = "ours, mixed"  # formats by layer, at the bits per weight of the one in the row
 PLAIN = ("rtn", "clip", "awq", "gptq")
-UNTRAINED = (*PLAIN, "gptq+clip", "gptq+cd", "gptq+clip+cd")
+WEIGHED = "gptq+clip@act_order,token"  # every token counted alike, columns with large inputs first
+TODAY = WEIGHED + ",own"  # and calibrated on what the model wrote: the default of shrink/ptq
+UNTRAINED = (*PLAIN, "gptq+clip", "gptq+cd", "gptq+clip+cd", WEIGHED, TODAY)
 WIDE = 0.5  # of the other's loss over full precision, at most
 TEXTS = {
     SMOLLM2: "the WikiText-2 test text (tokenised edition)",
@@ -36,6 +38,7 @@ TEXTS = {
 }
 COLUMNS = {"rtn": "rounding", "clip": "clip search", "awq": "AWQ", "gptq": "GPTQ", "gptq+clip": "GPTQ + clip",
            "gptq+cd": "GPTQ + descent", "gptq+clip+cd": "GPTQ + clip + descent",
+           WEIGHED: "GPTQ + clip, tokens alike", TODAY: "`shrink/ptq`, own text",
            "bitdistiller": "BitDistiller", "ours": "ours", MIXED: MIXED}  # fmt: skip
 # The windows of lowbit_subjects, which clip search, AWQ and GPTQ see.
 CALIBRATED = {
@@ -43,7 +46,7 @@ CALIBRATED = {
     KEPT: (16_384, "its training text"),
     STORIES: (8_192, "its training text"),
 }
-CALIBRATING = ("clip", "awq", "gptq", "gptq+clip", "gptq+cd", "gptq+clip+cd")
+CALIBRATING = ("clip", "awq", "gptq", "gptq+clip", "gptq+cd", "gptq+clip+cd", WEIGHED, TODAY)
 SOURCES = {SMOLLM2: " (the file's Q4_1 weights, de-quantized)"}
 MODELS = (SMOLLM2, KEPT, STORIES)
 GROUPS = (64, 192)
@@ -124,7 +127,8 @@ def counting() -> list[dict[str, Any]]:
 
 
 def best_settings() -> dict[tuple[str, str, str], Found]:
-    """(model, method without @, format) -> the best setting among those with the most seeds.
+    """(model, method without @ (but with it where it has a column of its own), format) -> the best setting among those
+    with the most seeds.
 
     Trained methods are compared at equal training tokens: the most that both have."""
     runs: dict[tuple[str, str, str, int], list[dict[str, Any]]] = {}
@@ -135,7 +139,7 @@ def best_settings() -> dict[tuple[str, str, str], Found]:
     for (model, method, label, tokens), lines in runs.items():
         if tokens and tokens != equal_tokens(runs, model, label):
             continue
-        kind = MIXED if "mix=" in method else method.partition("@")[0]
+        kind = MIXED if "mix=" in method else method if method in COLUMNS else method.partition("@")[0]
         settings.setdefault((model, kind, label), []).append(Found(method, lines))
     return {key: best_of(found) for key, found in settings.items()}
 
@@ -323,7 +327,7 @@ def _table(best: dict[tuple[str, str, str], Found], model: str, *, all_grids: bo
         f"precision{SOURCES.get(model, '')} {_number(dense)}."
     )
     tokens, text = CALIBRATED[model]
-    said += f" In brackets: calibration tokens ({tokens:,} of {text})."
+    said += f" In brackets: calibration tokens ({tokens:,} of {text}, or of what the model wrote where it says so)."
     if "model_tokens" in config:
         said += (
             f" The model (seed {config['model_seed']}, {config['parameters'] / 1e6:.0f}M parameters, a vocabulary of "

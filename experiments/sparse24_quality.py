@@ -355,7 +355,7 @@ def dense_loss(config: dict[str, Any]) -> float | None:
     """The loss of the newest dense line with the same settings; rows may be measured in several calls."""
 
     def shared(config: dict[str, Any]) -> dict[str, Any]:
-        return {k: v for k, v in config.items() if k not in ("d_ff", "decay", "finish")}
+        return {k: v for k, v in config.items() if k not in ("d_ff", "decay", "finish", "lr")}
 
     def same(line: dict[str, Any]) -> bool:
         return shared(line["config"]) == shared(config)
@@ -430,7 +430,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temp:
         for case, seed in rows:
             config = config_of(case, args.size, size, corpus, seed)
-            label = label_of(case, size, args.refresh)
+            label = label_of(case, size, args.refresh, args.lr)
             if args.missing and is_known(label, config):
                 continue
             if time.perf_counter() > ends:
@@ -449,8 +449,10 @@ def main() -> None:
             save(label, config, found, eval_batches(corpus, size) * size.batch * size.context)
 
 
-def label_of(case: str, size: Size, refresh: int | None) -> str:
+def label_of(case: str, size: Size, refresh: int | None, lr: float | None = None) -> str:
     """The row's name: its case, and settings that differ from those of its size or paper."""
+    if lr is not None:
+        case = f"{case}, rate {lr:g}"
     if refresh and case.startswith("FST"):
         case = f"{case}, masks every {refresh}"
     if size.finish != FINISH:
