@@ -8,8 +8,8 @@ As many clients as the server computes texts ask one request after the other, ea
 the stream. Tokens per second are those of all texts, over the time from the first request to the last answer. `engine`
 is `Engine.generate` of the same prompts in this process: what HTTP, JSON, detokenizing and events leave of it is the
 ratio of the server's line. Clients run in processes of their own and speak HTTP/1.1 over plain sockets, so that they
-are not what is measured. Weights are random, texts run to their full length. All three start at the same time, and are
-measured one after the other.
+are not what is measured. Weights are random, texts run to their full length. All three start at the same time. They are
+measured one after the other, once all are up.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from benchmarks.results import markdown, newest, provenance, record
@@ -68,6 +69,9 @@ def main() -> None:
     def say(text: str) -> None:
         print(f"[{time.monotonic() - began:5.1f} s] {text}", flush=True)
 
+    def left() -> float:
+        return args.limit - (time.monotonic() - began)
+
     device = pick_device(args.device)
     dtype = pick_dtype("auto", device)
     with contextlib.ExitStack() as stack:
@@ -75,53 +79,58 @@ def main() -> None:
         make_model(folder, args.shape, device, dtype)
         say("model written")
         context = args.prompt_tokens + args.new_tokens + 8
-        ours = [sys.executable, "-m", "shoestring", "serve", str(folder), "--max-context", str(context)]
-        ours += ["--max-requests", str(args.requests)] if args.requests else []
-        url = stack.enter_context(server([*ours, "--device", str(device)], Path(f"{folder}.log")))
+        command = [sys.executable, "-m", "shoestring", "serve", str(folder), "--max-context", str(context)]
+        command += ["--max-requests", str(args.requests)] if args.requests else []
+        ours = stack.enter_context(server([*command, "--device", str(device)], Path(f"{folder}.log")))
         peer = None
         if not args.no_peer:
-            other = [
-                sys.executable,
-                "-m",
-                "transformers.cli.transformers",
-                "serve",
-                str(folder),
-                "--continuous-batching",
-            ]
-            other += ["--device", str(device), "--dtype", "bfloat16" if dtype == torch.bfloat16 else "float32"]
-            other += ["--cb-max-memory-percent", "0.4"] if device.type == "cuda" else []
-            peer = stack.enter_context(server(other, Path(f"{folder}.peer.log")))
-        if not args.requests:
-            args.requests = int(json.loads(url.ready("/stats", 100))["max_running"])
-        num = args.requests
+            command = [sys.executable, "-m", "transformers.cli.transformers", "serve", str(folder)]
+            command += ["--continuous-batching", "--device", str(device)]
+            command += ["--dtype", "bfloat16" if dtype == torch.bfloat16 else "float32"]
+            command += ["--cb-max-memory-percent", "0.4"] if device.type == "cuda" else []
+            peer = stack.enter_context(server(command, Path(f"{folder}.peer.log")))
+        num = args.requests or int(json.loads(ours.ready("/stats", left()))["max_running"])
+        ours.ready("/health", left())
+        say(f"shoestring serve is ready, {num} texts at the same time")
         sizes: dict[str, Any] = {"prompt_tokens": args.prompt_tokens, "new_tokens": args.new_tokens}
         load = {"num": num, "seconds": args.seconds, "vocab": SHAPES[args.shape].vocab_size, **sizes}
         engine = build_engine(folder, num, context, device, dtype)
-        say(f"the engine is ready, {num} texts at the same time")
-        url.ready("/health", 100)
-        say("shoestring serve is ready")
+        say("the engine is ready")
+        why_not = None
+        if peer is not None:
+            try:
+                peer.ready("/health", left() - 2 * args.seconds - 20)
+                say("transformers serve is ready")
+            except UserError as error:
+                why_not = str(error)
         rate = offline(engine, num, **sizes)
         say(f"engine alone: {rate:,.0f} tokens/s")
         config = {"model": args.shape, "requests": num, "batch": num, "context": context, **sizes}
         kind: dict[str, Any] = {"bench": BENCH, "metric": "tokens", "unit": "tokens/s", "config": config}
         record(case="engine, offline", samples=[rate], **kind)
         kind |= {"baseline": "engine, offline", "baseline_value": rate}
-        found = saturate(url.url, {**load, "model": folder.name, "prompt_ids": True})
+        before = ours.thread_seconds()
+        found = saturate(ours.url, {**load, "model": folder.name, "prompt_ids": True})
         say(f"shoestring serve: {told(found)}; {found['rate'] / rate:.0%} of the engine")
+        spent = sorted((s - before.get(t, 0.0) for t, s in ours.thread_seconds().items()), reverse=True)
+        say(f"processor seconds of its threads: {', '.join(f'{s:.1f}' for s in spent[:4])}")
         record(case="shoestring serve", samples=[found["rate"]], ratio=found["rate"] / rate, quality=found, **kind)
         if peer is None:
             return
+        load |= {"model": str(folder), "prompt_ids": False}
         try:
-            peer.ready("/health", args.limit - (time.monotonic() - began) - 8)
-            say("transformers serve is ready")
-            load["seconds"] = min(args.seconds, max(2.0, args.limit - (time.monotonic() - began) - 6))
-            found = saturate(peer.url, {**load, "model": str(folder), "prompt_ids": False})
+            if why_not is not None:
+                raise UserError(why_not)
+            # The first request makes its cache and graphs.
+            saturate(peer.url, {**load, "num": 1, "seconds": 0.1, "timeout": left() - 10})
+            load["seconds"] = min(args.seconds, max(2.0, left() - 8))
+            found = saturate(peer.url, {**load, "timeout": left()})
             say(f"transformers serve: {told(found)}")
             record(
                 case="transformers serve", samples=[found["rate"]], ratio=found["rate"] / rate, quality=found, **kind
             )
         except UserError as error:
-            say(f"transformers serve was not measured: {error}")
+            say(f"transformers serve was not measured: {error}; {tail(peer.log)}")
 
 
 def told(found: dict[str, Any]) -> str:
@@ -190,6 +199,10 @@ class Server:
             time.sleep(0.1)
         raise UserError(f"the server was not ready in time: {tail(self.log)}")
 
+    def thread_seconds(self) -> dict[int, float]:
+        """Processor time of each of its threads."""
+        return {t.id: t.user_time + t.system_time for t in psutil.Process(self.process.pid).threads()}
+
 
 @contextlib.contextmanager
 def server(command: list[str], log: Path) -> Iterator[Server]:
@@ -250,7 +263,8 @@ async def client(load: dict[str, Any]) -> None:
     async def talk() -> None:
         while time.time() < end and len(errors) < 20:
             try:
-                answers.append(await ask(host, int(port), body_for(draw, load)))
+                async with asyncio.timeout(load.get("timeout")):
+                    answers.append(await ask(host, int(port), body_for(draw, load)))
             except (OSError, ValueError, asyncio.IncompleteReadError) as error:
                 errors.append(f"{type(error).__name__}: {error}"[:300])
                 await asyncio.sleep(0.2)
