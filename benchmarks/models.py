@@ -6,14 +6,17 @@ A tiny random model of each architecture is saved by `transformers`, loaded by u
     decode        the engine, a text in pieces and then token by token, with its KV cache
     fused         the engine's fused steps, where the architecture has them; CUDA graphs on a GPU
     fused int4    the same in bf16 with packed weights and their kernels, on a GPU, against our forward in fp32 of
-                  these weights; `baseline_value` is that of our forward in bf16. With experts of the median row:
-                  here and there rounding chooses another expert
+                  these weights; `baseline_value` is that of our forward in bf16
     packed int8   weights rounded to 8 bits (one group per row), against `transformers` with the rounded weights
     cpu step      a token in one step on a CPU with inputs rounded to 8 bits, against our forward of the same layers
 
 The difference is relative to the largest logit. It is the rounding of fp32 where the path computes the same function;
 every line must stay below its bound, or the script fails. `baseline_value` is that of `transformers` against itself
 with another attention (sdpa against eager): what such a difference is worth.
+
+In bf16, rounding may choose another expert, which is another function. The fp32 forward is therefore computed again
+with the experts that bf16 chose, row by row and layer by layer, and compared with that. `quality` has the share of rows
+with other experts than fp32 chooses in any layer, and the difference with the experts that fp32 chooses.
 
     python -m benchmarks.models                     all of them; 1 min, CPU; on a GPU the fused steps are kernels
     python -m benchmarks.models --only llama,gemma2 --device cpu
@@ -23,12 +26,14 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -37,10 +42,12 @@ from benchmarks.results import markdown, newest, provenance, record
 from shoestring.formats import convert, pack, parse_format, use_kernels
 from shoestring.formats.int8_activations import quantize_activations
 from shoestring.kernels.lowbit.w4a8 import unusable
-from shoestring.model import Decoder, load_model
+from shoestring.model import Decoder, load_model, transformer
+from shoestring.model.transformer import MixtureOfExperts
 from shoestring.serve.engine.block_pool import BlockPool, RowSpan
 from shoestring.serve.engine.cpu_decode import executor_of
 from shoestring.serve.engine.fused_decoder import FusedDecoder, unusable_experts
+from shoestring.serve.engine.fused_experts import FusedExperts
 from shoestring.serve.engine.runner import Batch, Runner
 
 SMALL = {
@@ -58,6 +65,7 @@ SMALL = {
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 GPT2 = {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 64}
 GEMMA = {"head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 16}
+OWN = {"fused int4": "our own forward in bf16"}  # baselines that are not those of `transformers`
 LENGTH, CHUNK, BLOCK = 40, 16, 16
 BOUNDS = {"cpu": 1e-5, "cuda": 2e-3}  # of the largest logit, in fp32; kernels on a GPU add in another order
 BOUND_INT8 = 5e-2  # where inputs are rounded to 8 bits, against the same layers layer by layer
@@ -67,6 +75,15 @@ BOUND_INT8 = 5e-2  # where inputs are rounded to 8 bits, against the same layers
 class Architecture:
     title: str
     fields: dict[str, Any] = field(default_factory=dict)  # of its config, beside SMALL; None: it has no such field
+
+
+@dataclass(frozen=True)
+class Found:
+    path: str
+    value: float  # largest difference, of the largest logit
+    bound: float
+    own: float | None  # that of `transformers` with another attention, or of our own forward in bf16
+    quality: dict[str, float] = field(default_factory=dict)
 
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -111,8 +128,11 @@ def tiny_peer(name: str, attention: str = "eager") -> Any:
 
 
 @torch.no_grad()
-def engine_logits(model: Decoder, tokens: list[int], *, graphs: bool) -> Tensor:
-    """Logits [T, V] as the engine computes them: the first half in pieces, the rest a token at a time."""
+def engine_logits(
+    model: Decoder, tokens: list[int], *, graphs: bool, after: Callable[[int], None] = lambda num: None
+) -> Tensor:
+    """Logits [T, V] as the engine computes them: the first half in pieces, the rest a token at a time. `after` is told
+    how many rows a step had."""
     runner = Runner(model, BlockPool(-(-len(tokens) // BLOCK) + 1, BLOCK), graphs=graphs)
     runner.refresh()
     found, start = [], 0
@@ -120,6 +140,7 @@ def engine_logits(model: Decoder, tokens: list[int], *, graphs: bool) -> Tensor:
         num = min(CHUNK, len(tokens) - start) if start < len(tokens) // 2 else 1
         span = RowSpan(list(range(-(-(start + num) // BLOCK))), start, num)
         found.append(runner.forward(Batch([span], tokens[start : start + num], range(num))).float().cpu())
+        after(num)
         start += num
     return torch.cat(found)
 
@@ -128,10 +149,55 @@ def difference(got: Tensor, want: Tensor) -> float:
     return float((got.cpu() - want.cpu()).abs().max() / want.abs().max())
 
 
-def median_difference(got: Tensor, want: Tensor) -> float:
-    """As `difference`, of the row in the middle."""
-    rows = (got.cpu() - want.cpu()).abs().amax(-1)
-    return float(rows.median() / want.abs().max())
+# -- the choice of experts -----------------------------------------------------------------------------------
+Choice = Tensor  # [layers, rows, chosen], the experts of a row in ascending order
+
+
+def chosen(logits: list[Tensor], top_k: int) -> Choice:
+    """Of each layer's router logits [rows, experts]."""
+    return torch.stack([x.float().topk(top_k, dim=-1).indices.sort(-1).values.cpu() for x in logits])
+
+
+def forward_choice(model: Decoder, tokens_1T: Tensor) -> tuple[Tensor, Choice]:
+    """(logits [T, V], the experts that the model's own forward chose)"""
+    seen: list[Tensor] = []
+    mixtures = [m for m in model.modules() if isinstance(m, MixtureOfExperts)]
+    hooks = [m.router.register_forward_hook(lambda *call: seen.append(call[-1])) for m in mixtures]
+    logits = model(tokens_1T)[0].float()
+    for hook in hooks:
+        hook.remove()
+    return logits, chosen(seen, mixtures[0].top_k)
+
+
+def forward_with(model: Decoder, tokens_1T: Tensor, choice: Choice) -> Tensor:
+    """Logits of the model's own forward with these experts, weighed by its own router."""
+    layers = iter(choice)
+
+    def given(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+        experts_RK = next(layers).to(logits.device)
+        weight_RK = logits.float().softmax(-1).gather(-1, experts_RK)
+        return (weight_RK / weight_RK.sum(-1, keepdim=True) if renormalize else weight_RK), experts_RK
+
+    with mock.patch.object(transformer, "choose_experts", given):
+        return model(tokens_1T)[0].float()
+
+
+def step_choice(model: Decoder, tokens: list[int]) -> tuple[Tensor, Choice]:
+    """(logits [T, V], the experts chosen) of the engine's fused steps; graphs write the router's logits to a buffer."""
+    plan = next(layer.experts for layer in model.plan.layers if layer.experts is not None)
+    num_layers = len(model.plan.layers)
+    buffer = torch.zeros(num_layers, CHUNK, plan.num, device=model.device)
+    calls, found = itertools.count(), []
+    plain = FusedExperts.logits
+
+    def watched(experts: FusedExperts, normed_TD: Tensor) -> Tensor:
+        logits = plain(experts, normed_TD)
+        buffer[next(calls) % num_layers, : len(logits)] = logits
+        return logits
+
+    with mock.patch.object(FusedExperts, "logits", watched):
+        logits = engine_logits(model, tokens, graphs=True, after=lambda num: found.append(buffer[:, :num].clone()))
+    return logits, chosen(list(torch.cat(found, 1)), plan.top_k)
 
 
 @torch.no_grad()
@@ -150,23 +216,36 @@ def rounded_peer(peer: Any, model: Decoder, folder: Path) -> Any:
 
 
 @torch.no_grad()
-def fused_int4(folder: Path, where: Tensor, tokens: list[int]) -> tuple[float, float, float]:
-    """(difference, bound, that of the model's own forward) of bf16 with packed weights."""
+def fused_int4(folder: Path, where: Tensor, tokens: list[int], dtype: torch.dtype = torch.bfloat16) -> Found:
+    """bf16 with packed weights. With experts, fp32 computes with the choice that bf16 made."""
     model = load_model(folder, device=where.device).model
     convert(model, [("blocks.*", parse_format("int4:g32")), ("embed", parse_format("int8:g0"))])
     pack(model)
+    exact_model = copy.deepcopy(model)
     exact = model(where)[0]
-    model.to(torch.bfloat16).compute_dtype = torch.bfloat16
+    model.to(dtype).compute_dtype = dtype
     use_kernels(model)
-    distance = difference if model.spec.experts is None else median_difference
-    own = distance(model(where)[0].float(), exact)
     assert unusable_experts(model) is None
-    return distance(engine_logits(model, tokens, graphs=True), exact), 2 * own + 5e-3, own
+    if model.spec.experts is None:
+        own = difference(model(where)[0].float(), exact)
+        return Found("fused int4", difference(engine_logits(model, tokens, graphs=True), exact), 2 * own + 5e-3, own)
+    _, choice = forward_choice(exact_model, where)
+    logits, of_own = forward_choice(model, where)
+    own = difference(logits, forward_with(exact_model, where, of_own))
+    logits, of_step = step_choice(model, tokens)
+    value = difference(logits, forward_with(exact_model, where, of_step))
+    other = [float((found != choice).any(-1).any(0).float().mean()) for found in (of_step, of_own)]
+    quality = {
+        "rows_with_other_experts": round(other[0], 4),
+        "rows_with_other_experts_own": round(other[1], 4),
+        "difference_with_fp32_choice": difference(logits, exact),
+    }
+    return Found("fused int4", value, 2 * own + 5e-3, own, quality)
 
 
 @torch.no_grad()
-def measure(name: str, device: torch.device) -> Iterator[tuple[str, float, float, float | None]]:
-    """(path, difference, bound, that of transformers' own two attentions) of every path that the architecture has."""
+def measure(name: str, device: torch.device) -> Iterator[Found]:
+    """Every path that the architecture has."""
     tokens_1T = torch.randint(1, 60, (1, LENGTH), generator=torch.Generator().manual_seed(3))
     tokens, bound = tokens_1T[0].tolist(), BOUNDS[device.type]
     with tempfile.TemporaryDirectory() as folder:
@@ -179,20 +258,20 @@ def measure(name: str, device: torch.device) -> Iterator[tuple[str, float, float
             other = tiny_peer(name, "sdpa").to(device)
             own = difference(other(where).logits[0].float(), want)
         model = load_model(Path(folder) / "model", device=device).model
-        yield "prefill", difference(model(where)[0].float(), want), bound, own
-        yield "decode", difference(engine_logits(model, tokens, graphs=False), want), bound, own
+        yield Found("prefill", difference(model(where)[0].float(), want), bound, own)
+        yield Found("decode", difference(engine_logits(model, tokens, graphs=False), want), bound, own)
         if FusedDecoder.unsupported(model.plan) is None:
             if unusable_experts(model) is None:  # on a GPU they compute in bf16 only
-                yield "fused", difference(engine_logits(model, tokens, graphs=True), want), bound, own
+                yield Found("fused", difference(engine_logits(model, tokens, graphs=True), want), bound, own)
             if device.type == "cuda":
-                yield "fused int4", *fused_int4(Path(folder) / "model", where, tokens)
+                yield fused_int4(Path(folder) / "model", where, tokens)
         packed = load_model(Path(folder) / "model").model
         convert(packed, [("blocks.*", parse_format("int8:g0"))])
         pack(packed)
         same = rounded_peer(peer, packed, Path(folder) / "rounded")
         want = same(where).logits[0].float()
         packed = packed.to(device)
-        yield "packed int8", difference(engine_logits(packed, tokens, graphs=False), want), bound, own
+        yield Found("packed int8", difference(engine_logits(packed, tokens, graphs=False), want), bound, own)
         if device.type == "cpu" and unusable() is None:
             stepped = load_model(Path(folder) / "model").model
             convert(stepped, [("blocks.*", parse_format("int4:g32"))])
@@ -203,7 +282,8 @@ def measure(name: str, device: torch.device) -> Iterator[tuple[str, float, float
                 has_step = executor_of(stepped) is not None
             if has_step:
                 layers = torch.cat([stepped(tokens_1T[:, : i + 1])[0, -1:] for i in range(LENGTH)])
-                yield "cpu step", difference(engine_logits(stepped, tokens, graphs=False), layers), BOUND_INT8, None
+                value = difference(engine_logits(stepped, tokens, graphs=False), layers)
+                yield Found("cpu step", value, BOUND_INT8, None)
 
 
 def main() -> None:
@@ -215,8 +295,9 @@ def main() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     failed = []
     for name in asked.only.split(","):
-        for path, value, bound, own in measure(name, torch.device(asked.device)):
-            print(f"{name:12} {path:12} {value:.2e} (bound {bound:.0e})", flush=True)
+        for found in measure(name, torch.device(asked.device)):
+            path, value, bound, own = found.path, found.value, found.bound, found.own
+            print(f"{name:12} {path:12} {value:.2e} (bound {bound:.0e}) {found.quality or ''}", flush=True)
             if not value <= bound:
                 failed.append(f"{name} {path}: {value:.2e} > {bound:.0e}")
             if not asked.dry:
@@ -226,8 +307,9 @@ def main() -> None:
                     metric="logits_difference",
                     unit="of the largest logit",
                     samples=[value],
-                    baseline=None if own is None else "transformers, sdpa against eager",
+                    baseline=None if own is None else OWN.get(path, "transformers, sdpa against eager"),
                     baseline_value=own,
+                    quality=found.quality,
                     config={"model": name, "path": path, "tokens": LENGTH, "seed": 0},
                 )
     if failed:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import statistics
 from functools import partial
 from typing import Any
@@ -75,8 +76,28 @@ def check(mlp: MixtureOfExperts, fused: FusedExperts) -> float:
     return worst
 
 
+def print_kernels(graph: torch.cuda.CUDAGraph, layers: int) -> None:
+    """When the kernels of a layer start and end, as the profiler sees them: medians over layers and replays, in
+    microseconds after the end of the layer before. A kernel that starts early waits for the one before it."""
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        for _ in range(3):
+            graph.replay()
+        torch.cuda.synchronize()
+    events = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    spans = sorted((e.time_range.start, e.time_range.end, e.name) for e in events)
+    num = len(spans) // (3 * layers)
+    every = [spans[i : i + num] for i in range(0, 3 * layers * num, num)]
+    pairs = [(a[-1][1], b) for a, b in itertools.pairwise(every)]
+    for i in range(num):
+        start, end = (statistics.median(layer[i][side] - zero for zero, layer in pairs) for side in (0, 1))
+        print(f"      {start:7.2f} to {end:7.2f}  {every[-1][i][2][:60]}", flush=True)
+
+
 @torch.no_grad()
-def time_experts(model: Decoder, fused: list[FusedExperts], rows: int) -> tuple[list[float], float]:
+def time_experts(
+    model: Decoder, fused: list[FusedExperts], rows: int, kernels: bool = False
+) -> tuple[list[float], float]:
     """(microseconds of one layer, one number a replay; bytes of the experts that a layer's rows choose)"""
     x = torch.randn(rows, model.spec.d_model, device="cuda", dtype=torch.bfloat16)
     ones = torch.ones_like(x[0])
@@ -106,6 +127,8 @@ def time_experts(model: Decoder, fused: list[FusedExperts], rows: int) -> tuple[
             graph.replay()
 
     seconds = [timed(replays) / 5 for _ in range(REPLAYS)]
+    if kernels:
+        print_kernels(graph, len(fused))
     return [1e6 * s / len(fused) for s in seconds], statistics.mean(used)
 
 
@@ -123,7 +146,7 @@ def note(case: str, metric: str, unit: str, samples: list[float], bound: float, 
     )  # fmt: skip
 
 
-def run_ours(format: str, layers: int, bandwidth: float, repeats: int) -> None:
+def run_ours(format: str, layers: int, bandwidth: float, repeats: int, kernels: bool) -> None:
     model = build(qwen3_30b(layers), format)
     reason = unusable(model)
     assert reason is None, reason
@@ -133,7 +156,7 @@ def run_ours(format: str, layers: int, bandwidth: float, repeats: int) -> None:
     config = {"model": "Qwen3-30B-A3B shape", "layers": layers, "blocks": format}
     chosen: dict[int, float] = {}
     for rows in ROWS:
-        samples, needed = time_experts(model, fused, rows)
+        samples, needed = time_experts(model, fused, rows, kernels)
         chosen[rows] = needed
         bound = 1e6 * needed / bandwidth
         note(case, "experts_us", "us per layer", samples, bound, True, config={**config, "rows": rows}, quality=quality)
@@ -142,7 +165,7 @@ def run_ours(format: str, layers: int, bandwidth: float, repeats: int) -> None:
     # Expert weights are views of one storage, each at its own address.
     others = sum(tensors.values()) - experts - model.embed.weight.nbytes
     per_token = 2 * layers * model.spec.num_kv_heads * model.spec.head_dim * 2
-    for rows in (1, 16):
+    for rows in (1, 16) if repeats else ():
         rates = decode_ours(model, rows, repeats)
         step = others + layers * chosen[rows] + rows * (PROMPT + NEW // 2) * per_token
         where = {**config, "rows": rows, "context": PROMPT, "tokens": NEW}
@@ -200,7 +223,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--formats", nargs="*", default=list(FORMATS))
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=3, help="of whole steps; 0: experts only")
+    parser.add_argument("--kernels", action="store_true", help="print when the kernels of a layer start and end")
     parser.add_argument("--peers", default="transformers", choices=["transformers", "none"])
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -210,7 +234,7 @@ def main() -> None:
     print(f"copy: {bandwidth / 1e12:.2f} TB/s", flush=True)
     for format in args.formats:
         with attempt(format):
-            run_ours(format, args.layers, bandwidth, args.repeats)
+            run_ours(format, args.layers, bandwidth, args.repeats, args.kernels)
         gc.collect()
         torch.cuda.empty_cache()
     if args.peers != "none":

@@ -68,6 +68,6 @@ def test_every_cell(matrix: Any, cells: Any, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["qwen3", "phi3"])
 def test_the_benchmark_of_models_stays_below_its_bounds(name: str) -> None:
-    found = {path: (value, bound) for path, value, bound, _ in measure(name, torch.device("cpu"))}
+    found = {f.path: f for f in measure(name, torch.device("cpu"))}
     assert {"prefill", "decode", "packed int8"} <= set(found) and "fused" in found
-    assert all(value <= bound for value, bound in found.values()), found
+    assert all(f.value <= f.bound for f in found.values()), found

@@ -22,7 +22,8 @@ from shoestring.errors import UserError
 from shoestring.formats.base import Format, Parts, straight_through
 from shoestring.formats.groups import rounding_slack
 from shoestring.formats.rounding import round_to, to_dtype
-from shoestring.kernels.lowbit.fp8_linear import fp8_linear, fp8_linear_usable, fp8_values
+from shoestring.kernels.lowbit.fp8_linear import fp8_linear, fp8_values
+from shoestring.kernels.runtime.triton_backend import triton_usable
 
 SCALE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 BLOCKS = (0, 128)
@@ -110,10 +111,9 @@ class Fp8(Format):
 
     # -- use -------------------------------------------------------------------------------------------------
     def linear(self, x: Tensor, parts: Parts, bias: Tensor | None) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        if not fp8_linear_usable(rows):
+        if not triton_usable(x):
             return super().linear(x, parts, bias)
-        y = fp8_linear(rows, parts["codes"], parts["scale"], bias)
+        y = fp8_linear(x.reshape(-1, x.shape[-1]), parts["codes"], parts["scale"], bias)
         return y.view(*x.shape[:-1], y.shape[-1])
 
 

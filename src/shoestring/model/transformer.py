@@ -29,6 +29,7 @@ from shoestring.errors import UserError
 from shoestring.formats import Dense, Format, FormatEmbedding, FormatHost, FormatLinear, sparse24_ffn
 from shoestring.formats.linear import is_sharded, local
 from shoestring.kernels.activation.glu import glu_pair
+from shoestring.kernels.experts.route import choose_experts
 from shoestring.model import collectives
 from shoestring.model.attention import Attend, causal_attention, rope_frequencies, rope_tables, rotate, soft_cap
 from shoestring.model.blocks import BlocksModel, InputSource, check_tokens
@@ -213,10 +214,7 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rows_RD = x.flatten(0, -2)
-        chance = self.router(rows_RD).softmax(-1, dtype=torch.promote_types(x.dtype, torch.float32))
-        weight_RK, chosen_RK = chance.topk(self.top_k, dim=-1)
-        if self.renormalize:
-            weight_RK = weight_RK / weight_RK.sum(-1, keepdim=True)
+        weight_RK, chosen_RK = choose_experts(self.router(rows_RD), self.top_k, self.renormalize)
         gate_R1 = None if self.shared_gate is None else self.shared_gate(rows_RD).sigmoid()
         if self.group is not None:  # from here on ranks compute parts
             rows_RD, weight_RK = collectives.copy_to(rows_RD, self.group), collectives.copy_to(weight_RK, self.group)

@@ -20,6 +20,7 @@ def check(device: str = "cpu", dtypes: tuple[torch.dtype, ...] = (torch.float16,
             x = torch.randn(rows, width, generator=g).to(device, dtype)
             bias = torch.randn(outs, generator=g).to(device, dtype) if rows == 5 else None
             assert fp8.fp8_linear_usable(x)
+            assert torch.equal(fp8.fp8_dense(codes, scale, dtype), fp8.fp8_dense_ref(codes, scale, dtype))
             got, ref = fp8.fp8_linear(x, codes, scale, bias), fp8.fp8_linear_ref(x, codes, scale, bias)
             want = fp8.fp8_linear_ref(x.double(), codes, scale, None if bias is None else bias.double())
             assert got.dtype == ref.dtype and got.shape == ref.shape

@@ -1,9 +1,9 @@
 """A few rows times weights of 8-bit floats (E4M3): y = x (q * scale)^T [+ bias], activations as they are.
 
 The scale is one per output row [N, 1], or one per block of 128 x 128 [ceil(N / 128), ceil(K / 128)]. Codes are read as
-bytes: shifted into fp16 they are 2^-8 of their value exactly, into bf16 2^-120 of it, subnormal numbers included, on
-every GPU. Sums are in fp32; a block's sum is multiplied with its scale. Where the outputs are too few to fill the GPU,
-the inputs are cut as well, and the parts are summed in a fixed order. Above MOST_ROWS decoding first costs little
+bytes and become floats exactly, subnormal numbers included. One row is multiplied by the ordinary units, more by the
+tensor cores. Sums are in fp32; a block's sum is multiplied with its scale. Where the outputs are too few to fill the
+GPU, the inputs are cut as well, and the parts are summed in a fixed order. Above MOST_ROWS decoding first costs little
 beside the product.
 
 Not here: products with activations in FP8, which are another function.
@@ -24,6 +24,9 @@ MOST_ROWS = 64
 BLOCK = 128  # of a scale
 OUTS, WARPS, STAGES = 64, 4, 4  # outputs of a program
 PROGRAMS_PER_SM, MOST_SPLITS = 3, 8
+DECODE = "words"
+DENSE_STEP = 2048  # weights of a program that decodes
+ROW_OUTS, ROW_STEP = 4, 2048  # outputs of a program and inputs at a time, of one row
 
 
 def fp8_values(codes: Tensor) -> Tensor:
@@ -34,39 +37,75 @@ def fp8_values(codes: Tensor) -> Tensor:
     return (value.view(torch.int32) | ((bits & 128) << 24)).view(torch.float32)
 
 
-def fp8_linear_ref(x_MK: Tensor, codes_NK: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    wide = torch.promote_types(x_MK.dtype, torch.float32)
+def fp8_dense_ref(codes_NK: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    wide = torch.promote_types(dtype, torch.float32)
     scale = scale.to(wide)
     if scale.shape[1] > 1 or scale.shape[0] != codes_NK.shape[0]:
         scale = scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
         scale = scale[: codes_NK.shape[0], : codes_NK.shape[1]]
-    weight = (fp8_values(codes_NK).to(wide) * scale).to(x_MK.dtype)
-    return F.linear(x_MK, weight, bias)
+    return (fp8_values(codes_NK).to(wide) * scale).to(dtype)
+
+
+def fp8_dense(codes_NK: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """The decoded weight: as fp8_dense_ref, bit for bit; chooses the kernel."""
+    if dtype == torch.float64 or not triton_usable(scale):
+        return fp8_dense_ref(codes_NK, scale, dtype)
+    from shoestring.kernels.lowbit.fp8_linear_triton import _fp8_dense_kernel
+
+    num_out, num_in = codes_NK.shape
+    out_NK = torch.empty(num_out, num_in, device=codes_NK.device, dtype=dtype)
+    _fp8_dense_kernel[(num_out, -(-num_in // DENSE_STEP))](
+        codes_NK.contiguous(), scale.contiguous(), out_NK, num_in, scale.shape[1],
+        STEP=DENSE_STEP, BLOCK=BLOCK, BY_ROW=tuple(scale.shape) == (num_out, 1),
+        DECODE="cast" if converts(codes_NK.device) else "bits", num_warps=4,
+    )  # fmt: skip
+    return out_NK
+
+
+def fp8_linear_ref(x_MK: Tensor, codes_NK: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    return F.linear(x_MK, fp8_dense_ref(codes_NK, scale, x_MK.dtype), bias)
 
 
 def fp8_linear_usable(x_MK: Tensor) -> bool:
     """Whether there is a kernel for rows like these."""
+    if torch.is_grad_enabled() and x_MK.requires_grad:
+        return False
     return 0 < x_MK.shape[0] <= MOST_ROWS and x_MK.dtype != torch.float64 and triton_usable(x_MK)
 
 
 def fp8_linear(x_MK: Tensor, codes_NK: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
     """As fp8_linear_ref, with the scales applied to sums instead of weights; chooses the kernel."""
     if not fp8_linear_usable(x_MK):
-        return fp8_linear_ref(x_MK, codes_NK, scale, bias)
-    from shoestring.kernels.lowbit.fp8_linear_triton import _fp8_linear_kernel
+        return F.linear(x_MK, fp8_dense(codes_NK, scale, x_MK.dtype), bias)
+    from shoestring.kernels.lowbit.fp8_linear_triton import _fp8_linear_kernel, _fp8_row_kernel
 
     (num_rows, num_in), num_out = x_MK.shape, codes_NK.shape[0]
     assert codes_NK.shape[1] == num_in and codes_NK.dtype == torch.uint8 and codes_NK.is_contiguous()
     by_row = tuple(scale.shape) == (num_out, 1)
+    if num_rows == 1:
+        y_1N = torch.empty(1, num_out, device=x_MK.device, dtype=x_MK.dtype)
+        _fp8_row_kernel[(-(-num_out // ROW_OUTS),)](
+            x_MK.contiguous(), codes_NK, scale.contiguous(), bias, y_1N, num_out, scale.shape[1],
+            WIDTH=num_in, OUTS=ROW_OUTS, STEP=min(ROW_STEP, next_power_of_2(num_in)), BLOCK=BLOCK, BY_ROW=by_row,
+            DECODE="cast" if converts(x_MK.device) else "bits", num_warps=WARPS,
+        )  # fmt: skip
+        return y_1N
     splits = num_splits(num_out, num_in, x_MK.device)
     dtype = x_MK.dtype if splits == 1 else torch.float32
     out_SMN = torch.empty(splits, num_rows, num_out, device=x_MK.device, dtype=dtype)
+    bf16 = x_MK.dtype == torch.bfloat16
     _fp8_linear_kernel[(-(-num_out // OUTS), splits)](
         x_MK.contiguous(), codes_NK, scale.contiguous(), bias, out_SMN, num_rows, num_out, num_in, scale.shape[1],
         ROWS=max(16, next_power_of_2(num_rows)), OUTS=OUTS, BLOCK=BLOCK, BY_ROW=by_row,
-        BF16=x_MK.dtype == torch.bfloat16, SPLITS=splits, num_warps=WARPS, num_stages=STAGES,
+        BF16=bf16, SPLITS=splits, DECODE=DECODE if bf16 and converts(x_MK.device) else "bits",
+        num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
     return out_SMN[0] if splits == 1 else out_SMN.sum(0).to(x_MK.dtype)
+
+
+def converts(device: torch.device) -> bool:
+    """Whether the GPU has instructions for E4M3."""
+    return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def num_splits(num_out: int, num_in: int, device: torch.device) -> int:

@@ -102,9 +102,13 @@ class FusedExperts:
             return torch.cat([self._few(x, normed) for x, normed in pairs])
         return self._many(x_TD, normed_TD)
 
-    def _few(self, x_TD: Tensor, normed_TD: Tensor) -> Tensor:
+    def logits(self, normed_TD: Tensor) -> Tensor:
+        """What the choice is made of, [T, E]."""
         product = row_linear if len(normed_TD) == 1 else F.linear
-        routing = route(product(normed_TD, self.router_ED), self.top_k, self.renormalize)
+        return product(normed_TD, self.router_ED)
+
+    def _few(self, x_TD: Tensor, normed_TD: Tensor) -> Tensor:
+        routing = route(self.logits(normed_TD), self.top_k, self.renormalize)
         inner_STF = self._slots(self.up, normed_TD, routing.experts_S, swiglu=True)
         part_STD = self._slots(self.down, inner_STF, routing.experts_S, swiglu=False)
         return combine(x_TD, part_STD, routing)
@@ -116,7 +120,7 @@ class FusedExperts:
         return lowbit_expert_linear(x, chunks, table, layout, self.num, experts_S, swiglu)
 
     def _many(self, x_TD: Tensor, normed_TD: Tensor) -> Tensor:
-        weight_TK, chosen_TK = choose_experts(F.linear(normed_TD, self.router_ED), self.top_k, self.renormalize)
+        weight_TK, chosen_TK = choose_experts(self.logits(normed_TD), self.top_k, self.renormalize)
         chosen_P = chosen_TK.flatten()
         order_P = chosen_P.argsort(stable=True)
         counts_E = (chosen_P[:, None] == torch.arange(self.num, device=x_TD.device)).sum(0)
