@@ -7,12 +7,14 @@ A model of 350M random parameters (Llama shape, bf16, and its int4:g64 form) and
 temporary folder. Each row is a new process with a new folder for compiled kernels (cold) or that of the row before
 (warm). `first token` counts from the engine's construction until the first token, `start` from the process until then
 (imports, CUDA, loading, kernels), `first 60` the rate over the first 60 tokens. Compiled kernels are counted by the
-compiler's own hooks, with the seconds that their compilations take one by one.
+compiler's own hooks, with the seconds that their compilations take one by one. Printed too: seconds in the parts of a
+start, each with the kernels that it compiled.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import random
@@ -109,6 +111,7 @@ def child(model: Path, drafter: Path | None, began: float) -> None:
             return code
 
         nvrtc.compile_cubin = counted
+    parts = timed_parts()
     imported = time.time()
     cuda = torch.cuda.is_available()
     loaded = load_model(model, device="cuda" if cuda else "cpu", dtype=torch.bfloat16 if cuda else torch.float32)
@@ -130,9 +133,43 @@ def child(model: Path, drafter: Path | None, began: float) -> None:
     told = {
         "import": imported - began, "load": read - imported, "first_token": first - read, "start": first - began,
         "engine": built - read, "rate": (TOKENS - 1) / rest, "num_triton": kinds["triton"], "num_nvrtc": kinds["nvrtc"],
-        "compile_seconds": sum(s for _, s in compiled), "slowest": slowest,
+        "compile_seconds": sum(s for _, s in compiled), "slowest": slowest, "parts": parts,
     }  # fmt: skip
     print("COLD " + json.dumps(told), flush=True)
+
+
+def timed_parts() -> dict[str, list[float]]:
+    """{part of a start: [calls, seconds]}, filled while this process runs."""
+    from shoestring.serve.engine.graphs import CapturedStep
+    from shoestring.serve.engine.runner import Runner
+
+    parts: dict[str, list[float]] = {}
+
+    def timed(owner: type, name: str) -> None:
+        plain = getattr(owner, name)
+
+        @functools.wraps(plain)
+        def call(*args: Any, **options: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return plain(*args, **options)
+            finally:
+                part = parts.setdefault(f"{owner.__name__}.{name}", [0, 0.0])
+                part[0], part[1] = part[0] + 1, round(part[1] + time.perf_counter() - start, 3)
+
+        setattr(owner, name, call)
+
+    for name in (
+        "refresh",
+        "warm_up_prefill",
+        "warm_up_decode",
+        "warm_up_chains",
+        "warm_up_kernels",
+        "measure_seconds",
+    ):
+        timed(Runner, name)
+    timed(CapturedStep, "_capture")
+    return parts
 
 
 def row(name: str, model: Path, drafter: Path | None, caches: Path, small: bool) -> None:
@@ -149,9 +186,10 @@ def row(name: str, model: Path, drafter: Path | None, caches: Path, small: bool)
     if line is None:
         raise SystemExit(f"{name}: the process failed: {done.stderr[-3000:]}")
     told = json.loads(line[5:])
-    slowest = told.pop("slowest")
+    slowest, parts = told.pop("slowest"), told.pop("parts")
     print(f"{name:34}", {k: round(v, 2) for k, v in told.items()}, flush=True)
     print(" " * 34, "  ".join(f"{what} x{num} {seconds} s" for what, num, seconds in slowest), flush=True)
+    print(" " * 34, "  ".join(f"{part} x{num} {seconds} s" for part, (num, seconds) in parts.items()), flush=True)
     if not small:
         record(
             bench=BENCH, case=name, metric="time to the first token", unit="seconds", samples=[told["first_token"]],
