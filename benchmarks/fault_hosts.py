@@ -123,7 +123,7 @@ def worker(place: Path, remote: bool, span_s: float) -> None:
     fully_shard(model, mesh=mesh.axis("dp"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     url = "s3://runs/two" if remote else None
-    levels = LevelsConfig(peer=True, mttf_hours=1e-3, budget=0.3, agent_idle=60, remote=url, remote_timeout_s=20)
+    levels = LevelsConfig(peer="replica", mttf_hours=1e-3, budget=0.3, agent_idle=60, remote=url, remote_timeout_s=20)
     said: list[str] = []
     log = RunLog(None, quiet=True)
     log.say = said.append  # type: ignore[method-assign, assignment]

@@ -27,7 +27,7 @@ from shoestring.state.levels.peers import PIECE_BYTES, RateLimit, holders
 from shoestring.state.levels.restore import choose, offers_here
 from shoestring.state.levels.settings import CheckpointConfig, LevelsConfig
 
-SETTINGS = CheckpointConfig(checkpoint="auto", levels=LevelsConfig(peer=True, mttf_hours=1e-9, budget=0.5))
+SETTINGS = CheckpointConfig(checkpoint="auto", levels=LevelsConfig(peer="replica", mttf_hours=1e-9, budget=0.5))
 rank, folder = int(os.environ["RANK"]), Path(sys.argv[1])
 os.environ["SHOESTRING_MEMORY_DIR"] = str(folder / "memory")
 LevelCheckpointer._start_agent = lambda self, mesh: None  # type: ignore[method-assign]

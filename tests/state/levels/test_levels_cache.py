@@ -83,7 +83,7 @@ def test_a_loop_goes_on_where_it_was() -> None:
         ({"levels": LevelsConfig(mttf_hours=-1.0)}, r"levels\.mttf_hours"),
         ({"levels": LevelsConfig(peer_gbps=0.0)}, r"levels\.peer_gbps"),
         ({"levels": LevelsConfig(remote_timeout_s=0.0)}, r"levels\.remote_timeout_s"),
-        ({"checkpoint": "fixed", "levels": LevelsConfig(peer=True)}, r"settings of checkpoint=auto"),
+        ({"checkpoint": "fixed", "levels": LevelsConfig(peer="replica")}, r"settings of checkpoint=auto"),
     ],
 )
 def test_settings_that_cannot_work(change: dict[str, Any], words: str) -> None:

@@ -41,7 +41,7 @@ from shoestring.state.levels.host_folder import (
     STOP,
     ArenaCopy,
     arena_files,
-    is_replica,
+    kind_of,
     list_copies,
     remove_host_folder,
     trainers_alive,
@@ -134,7 +134,7 @@ class Agent:
     def _drain_due(self, config: AgentConfig, everything: bool) -> None:
         versions: dict[tuple[int, str], list[ArenaCopy]] = defaultdict(list)
         for entry in self.copies():
-            if not is_replica(entry.path):
+            if kind_of(entry.path) == "rank":
                 versions[entry.copy.key].append(entry)
         ranks = set(config.local_ranks)
         ready = [k for k in sorted(versions, reverse=True) if {e.copy.rank for e in versions[k]} >= ranks]

@@ -64,11 +64,12 @@ from shoestring.state.levels.host_folder import (
     arena_path,
     host_folder,
     host_name,
+    kind_of,
     list_copies,
     make_host_folder,
     memory_base,
 )
-from shoestring.state.levels.peers import PeerReplicas
+from shoestring.state.levels.peers import GroupLink, Key, PeerRounds, Replicas
 from shoestring.state.levels.policy import LEVELS, Cost, IntervalPlan, Mean, Rate, duration, make_plan
 from shoestring.state.levels.restore import (
     ChosenVersion,
@@ -83,6 +84,7 @@ from shoestring.state.levels.retention import Keep, prune_steps
 from shoestring.state.levels.settings import CheckpointConfig
 from shoestring.state.levels.snapshot import MemoryLevel, hold_alive, lay_out, local_tensor
 from shoestring.state.levels.version import LIFE, HeldBox, HeldCopy, dump_index, sum_of_names
+from shoestring.state.levels.xor_sets import XorRound, rebuild_lost, xor_sets
 
 MEASURE_S = 2.0  # seconds to the second save, which knows what the first one cost
 RETRY_STEPS = 4  # a skipped save is tried again after this part of an interval
@@ -145,8 +147,9 @@ class LevelCheckpointer:
         self._last_step_at: float | None = None
         self._rates: dict[str, Rate] = {}
         self._drains_seen: set[tuple[str, int]] = set()
-        self._peers: PeerReplicas | None = None
-        self._replicating: int | None = None  # the slot whose version is on its way to the peers
+        self._peers: PeerRounds | None = None
+        self._replicating: tuple[int, Key] | None = None  # slot and key of the version that is on its way to the peers
+        self._replicated: Key | None = None  # the newest version that all peers have
         self._agent: Any = None
         self._hooked = self._warned = False
 
@@ -273,6 +276,8 @@ class LevelCheckpointer:
             return found
 
         offers = gather_offers(run.mesh, self.host, look)
+        if self._rebuild(run, arenas, offers):
+            offers = gather_offers(run.mesh, self.host, look)
         fetched = self._fetch_remote(run, offers)
         if fetched:
             offers = gather_offers(run.mesh, self.host, look)
@@ -299,6 +304,17 @@ class LevelCheckpointer:
             append_event(self.folder, Event("resumed", time.time(), run.step, self.life, source))
         run.mesh.barrier()
         return True
+
+    def _rebuild(self, run: RunLike, arenas: Sequence[Path], offers: Sequence[Offer]) -> bool:
+        """The states of lost hosts, computed from XOR sets, where that makes a newer version complete."""
+        link = None if self._group is None else GroupLink(self._group)
+        ranks, problems = rebuild_lost(run.mesh, self.host, self._hosts, arenas, offers, link)
+        if run.log is not None:
+            for line in problems:
+                run.log.say(f"passed over: {line}")
+            if ranks:
+                run.log.say(f"computed from XOR sets: the state of rank {', '.join(map(str, ranks))}")
+        return bool(ranks)
 
     def _choose(self, run: RunLike, offers: Sequence[Offer]) -> ChosenVersion | None:
         choice = choose(offers)
@@ -372,7 +388,7 @@ class LevelCheckpointer:
 
     def _rejoin(self, step: int) -> None:
         """Where the run goes back without a new process: the version that it resumed from is the safe one."""
-        self.next_step = self._commit_by = None
+        self.next_step = self._commit_by = self._replicated = None
         self._promised = 0
         if self.memory is not None and self.memory.arena is not None:
             found = [v for v in self.memory.arena.versions() if v.step <= step]
@@ -412,7 +428,8 @@ class LevelCheckpointer:
         ready, committed, peers_idle, replicated_all, stall, commit_s, step_s, disk_s, remote_s, peer_s = agreed
         if peers is not None and peers_idle and self._replicating is not None:
             if replicated_all:
-                memory.kept_slot = self._replicating
+                memory.kept_slot, self._replicated = self._replicating
+                self._drop_other_peers(run)
                 self._note_cost("peer", 0.0, peer_s)
             elif run.log is not None:
                 run.log.say(f"copies to peers failed: {peers.error or 'a replica could not be stored'}")
@@ -440,8 +457,9 @@ class LevelCheckpointer:
         levels = self._levels_now()
         self._save_to_memory(run, parts, levels)
         if peers is not None and "peer" in levels and peers_idle and not peers.error:
-            self._replicating, committed_copy = memory.watch_commit()
-            peers.begin(committed_copy)
+            slot, committed_copy = memory.watch_commit()
+            self._replicating = slot, (run.step, self.life)
+            peers.begin(committed_copy, self._replicated)
         assert self.plan is not None
         steps = self.plan.period
         if self._costs["memory"][0].count == 0:  # the interval rests on a guess until a save was measured
@@ -466,10 +484,10 @@ class LevelCheckpointer:
         with_peers = "peer" in self._levels(run.mesh)
         least_slots = 3 if with_peers else 2
         on_this_host = sum(size for host, size in needs if host == self.host)
-        # And two slots for what a peer sends, of about the same size.
-        self._arenas = self._place(run, (least_slots + 2 * with_peers) * on_this_host)
+        for_peers = round(self._peer_share() * max(size for _, size in needs) * self._hosts.count(self.host))
+        self._arenas = self._place(run, least_slots * on_this_host + for_peers)
         # One more, where most of the memory stays free: saves go on while the agent reads a slot for a slow disk.
-        spare = room_for(self._arenas, 2 * (least_slots + 1 + 2 * with_peers) * on_this_host) is None
+        spare = room_for(self._arenas, 2 * ((least_slots + 1) * on_this_host + for_peers)) is None
         num_slots = least_slots + (1 if spare else 0)
         (self._arenas / FINISHED).unlink(missing_ok=True)
         (self._arenas / STOP).unlink(missing_ok=True)
@@ -487,16 +505,31 @@ class LevelCheckpointer:
             found = self.memory.arena.versions()
             if found and found[0].step <= run.step:
                 self.memory.safe_slot = found[0].slot
+                # Peers may have it: it stays until they have a newer one.
+                self.memory.kept_slot = found[0].slot if with_peers else None
         self.memory.fit(num_bytes, index_bytes)
         self._spare_slot = bool(self._agree_numbers([self.memory.num_slots > least_slots], [])[0])
         if with_peers:
-            self._peers = PeerReplicas(self._arenas, run.mesh.rank, self._hosts, self.settings.levels.peer_gbps)
+            self._peers = PeerRounds(self._peer_round(run.mesh.rank), self.settings.levels.peer_gbps)
         run.mesh.barrier()
         if self._is_first_of_host(run.mesh):
             here = {alive_path(self._arenas, r) for r, host in enumerate(self._hosts) if host == self.host}
             for path in {*self._arenas.glob("rank-*.alive")} - here:  # of ranks that are elsewhere now, or not at all
                 path.unlink(missing_ok=True)
             self._start_agent(run.mesh)
+
+    def _peer_round(self, rank: int) -> Replicas | XorRound:
+        assert self._arenas is not None
+        if self.settings.levels.peer == "xor":
+            return XorRound(self._arenas, rank, self._hosts, self.settings.levels.xor_set)
+        return Replicas(self._arenas, rank, self._hosts)
+
+    def _peer_share(self) -> float:
+        """Memory for what peers send, in states of one rank for each rank of this host: two slots."""
+        num_hosts = len(set(self._hosts))
+        if self.settings.levels.peer == "off" or num_hosts == 1:
+            return 0.0
+        return 2.0 / (min(self.settings.levels.xor_set, num_hosts) - 1) if self.settings.levels.peer == "xor" else 2.0
 
     def _place(self, run: RunLike, num_bytes: int) -> Path:
         """A folder in tmpfs; on disk, with one line about it, where tmpfs is too small."""
@@ -608,7 +641,8 @@ class LevelCheckpointer:
     # -- intervals -------------------------------------------------------------------------------------------
 
     def _levels(self, mesh: Mesh) -> tuple[str, ...]:
-        some = ["memory", *(["peer"] if self.settings.levels.peer and len(set(self._hosts)) > 1 else []), "disk"]
+        with_peers = self.settings.levels.peer != "off" and len(set(self._hosts)) > 1
+        some = ["memory", *(["peer"] if with_peers else []), "disk"]
         return tuple([*some, "remote"] if self.settings.levels.remote else some)
 
     def _note_cost(self, level: str, stall: float, drain: float) -> None:
@@ -643,7 +677,8 @@ class LevelCheckpointer:
         with contextlib.suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
             partial = self.folder / ".plan.json.partial"
-            partial.write_text(json.dumps({**asdict(self.plan), "saves": self.saves, "skipped": self.skipped}))
+            counts = {"saves": self.saves, "skipped": self.skipped, "peer": self.settings.levels.peer}
+            partial.write_text(json.dumps({**asdict(self.plan), **counts}))
             partial.replace(self.folder / ".plan.json")
 
     def _levels_now(self) -> tuple[str, ...]:
@@ -684,6 +719,10 @@ class LevelCheckpointer:
             return
         self._hosts = [""] * mesh.world_size
         dist.all_gather_object(self._hosts, self.host)
+        if self.settings.levels.peer == "xor":
+            xor_sets(
+                self._hosts, self.settings.levels.xor_set
+            )  # says now, and not after the first steps, what is wrong
         if self._group is None:
             self._group = dist.new_group(backend="gloo")
 
@@ -768,6 +807,15 @@ class LevelCheckpointer:
         suffix = f"-of-{run.mesh.world_size:05d}.arena"
         for path in arena_files(self._arenas):
             if not path.name.endswith(suffix):
+                path.unlink(missing_ok=True)
+
+    def _drop_other_peers(self, run: RunLike) -> None:
+        """Replicas that were computed from XOR sets, or files of another setting: the peers have a newer version."""
+        if self._arenas is None or not self._is_first_of_host(run.mesh):
+            return
+        unused = "replica" if self.settings.levels.peer == "xor" else "parity"
+        for path in arena_files(self._arenas):
+            if kind_of(path) == unused:
                 path.unlink(missing_ok=True)
 
 

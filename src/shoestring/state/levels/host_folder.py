@@ -3,6 +3,7 @@
     /dev/shm/shoestring-UID/RUN-HOST/          RUN: a fingerprint of the run folder's path
         rank-00000-of-00004.arena              the state of that rank, twice (host/arena.py)
         replica-00002-of-00004.arena           the same of a rank of another host
+        parity-00000-of-00004.arena            the XOR of a part of ranks of other hosts (xor_sets.py)
         rank-00000.alive                       locked while that rank's trainer lives
         agent.lock, agent.json, agent.log      the process that outlives the trainer (agent.py)
         finished                               the run has ended, and its last state is on disk
@@ -22,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from shoestring.errors import UserError
 from shoestring.host.arena import Arena, is_locked, own_folder
@@ -30,7 +32,8 @@ from shoestring.state.levels.version import HeldCopy, parse_index
 
 DEFAULT_BASE = "/dev/shm"
 AGENT_LOCK, AGENT_CONFIG, AGENT_LOG, FINISHED, STOP = "agent.lock", "agent.json", "agent.log", "finished", "stop"
-_ARENA = re.compile(r"(rank|replica)-([0-9]{5,})-of-([0-9]{5,})\.arena")
+ArenaKind = Literal["rank", "replica", "parity"]
+_ARENA = re.compile(r"(rank|replica|parity)-([0-9]{5,})-of-([0-9]{5,})\.arena")
 
 
 def host_name() -> str:
@@ -52,8 +55,8 @@ def make_host_folder(folder: Path) -> Path:
     return own_folder(folder)
 
 
-def arena_path(folder: Path, rank: int, world_size: int, *, replica: bool = False) -> Path:
-    return folder / f"{'replica' if replica else 'rank'}-{rank:05d}-of-{world_size:05d}.arena"
+def arena_path(folder: Path, rank: int, world_size: int, kind: ArenaKind = "rank") -> Path:
+    return folder / f"{kind}-{rank:05d}-of-{world_size:05d}.arena"
 
 
 def alive_path(folder: Path, rank: int) -> Path:
@@ -65,8 +68,9 @@ def arena_files(folder: Path) -> list[Path]:
     return sorted(p for p in found if _ARENA.fullmatch(p.name))
 
 
-def is_replica(path: Path) -> bool:
-    return path.name.startswith("replica-")
+def kind_of(path: Path) -> str:
+    """rank, replica or parity."""
+    return path.name.partition("-")[0]
 
 
 def trainers_alive(folder: Path) -> list[bool]:
@@ -92,10 +96,10 @@ class ArenaCopy:
 
 
 def list_copies(folder: Path) -> tuple[list[ArenaCopy], list[str]]:
-    """(copies in memory, what is wrong with files that cannot be used)."""
+    """(copies in memory, what is wrong with files that cannot be used). Parities are no copies: xor_sets.py."""
     copies: list[ArenaCopy] = []
     problems: list[str] = []
-    for path in arena_files(folder):
+    for path in (p for p in arena_files(folder) if kind_of(p) != "parity"):
         try:
             arena = Arena.open(path)
         except UserError as error:

@@ -1,12 +1,13 @@
-"""Peer replicas: the state of every rank is also in the memory of another host.
+"""Copies of every rank's state in the memory of other hosts: rounds of a thread, whole replicas, the rate limit.
 
-Each rank sends a committed version to a rank of the next host, chunk by chunk, over a gloo group and in a thread of its
-own, so that neither training's collectives nor its order are touched. What arrives goes into an arena of the receiving
-host (replica-....arena) under the same rules as a save: verified, then committed. The sender reads from its slot under
-a shared lock. The rate is limited below what the link can do (half of what the first chunks measured, or `gbps`).
+When a version is committed, the ranks exchange it in a round, chunk by chunk, over a gloo group and in a thread of its
+own, so that neither training's collectives nor its order are touched. `Replicas` sends the whole state of a rank to a
+rank of the next host; xor_sets.py keeps the XOR of several ranks, which needs less memory. What arrives goes into an
+arena of the receiving host under the same rules as a save: verified, then committed. The sender reads from its slot
+under a shared lock. The rate is limited below what the link can do (half of what the first pieces measured, or `gbps`).
 
 All ranks take part in every round in the same order; one that has nothing to send says so. A lost connection ends the
-replication, not the training. Left out: XOR sets, which would need less memory.
+rounds, not the training.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ import fcntl
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -34,7 +35,9 @@ from shoestring.state.levels.version import dump_index, parse_index
 
 PIECE_BYTES = 4 << 20
 PROBE_PIECES = 4  # sent at full speed, to see what the link can do
+LEAST_PIECE = 64 << 10  # bytes; less (headers) passes at once, and says nothing about the bandwidth
 SHARE = 0.5  # of the measured bandwidth that replication takes at most
+Key = tuple[int, str]  # step and life of a version
 
 
 def holders(hosts: Sequence[str]) -> list[int]:
@@ -46,6 +49,29 @@ def holders(hosts: Sequence[str]) -> list[int]:
         there = ranks[order[(order.index(host) + 1) % len(order)]]
         found.append(there[ranks[host].index(rank) % len(there)])
     return found
+
+
+# -- links -----------------------------------------------------------------------------------------------------
+
+
+class Link(Protocol):
+    """Moves tensors of bytes between ranks; every rank names what it sends and what it expects."""
+
+    def transfer(self, outgoing: Sequence[tuple[Tensor, int]], incoming: Sequence[tuple[Tensor, int]]) -> None: ...
+
+
+class GroupLink:
+    """Over a process group."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def transfer(self, outgoing: Sequence[tuple[Tensor, int]], incoming: Sequence[tuple[Tensor, int]]) -> None:
+        works = [dist.irecv(t, src=r, group=self._group) for t, r in incoming]
+        works += [dist.isend(t, dst=r, group=self._group) for t, r in outgoing]
+        for work in works:
+            if work is not None:
+                work.wait()
 
 
 class RateLimit:
@@ -67,132 +93,99 @@ class RateLimit:
         time.sleep(max(0.0, self._ready_at - now - num_bytes / self.rate))
 
 
-class PeerReplicas:
-    """One rank's side of the replication. `begin` starts a round, on every rank; `succeeded` is of the last one."""
+class LimitedLink:
+    """A link whose pieces of a round, after the first few, pass no faster than the limit."""
 
-    def __init__(
-        self, folder: Path, rank: int, hosts: Sequence[str], gbps: float | None, timeout_s: float = 600.0
-    ) -> None:
-        self.folder, self.rank, self.world_size = folder, rank, len(hosts)
-        self.holder = holders(hosts)[rank]
-        self.sources = [r for r, h in enumerate(holders(hosts)) if h == rank]
-        self.limit = RateLimit(gbps)
-        self.error: str | None = None
-        self.seconds = 0.0  # of the last round
-        self.succeeded = False
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-        self._thread: threading.Thread | None = None
-        self._pool = ThreadPoolExecutor(2)
+    def __init__(self, link: Link, limit: RateLimit) -> None:
+        self.link, self.limit = link, limit
+        self._pieces = 0
 
-    def busy(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
-
-    def begin(self, committed: Callable[[], ArenaCopy | None]) -> None:
-        """`committed` waits for this rank's commit and returns its copy, or None where it failed."""
-        assert not self.busy()
-
-        def work() -> None:
-            began = time.monotonic()
-            self.succeeded = False
-            try:
-                self.succeeded = self._round(committed())
-            except Exception as error:  # a peer that is gone: training will notice by itself
-                self.error = f"{type(error).__name__}: {error}"
-            self.seconds = time.monotonic() - began
-
-        # A daemon: a peer that never answers must not keep this process from ending.
-        self._thread = threading.Thread(target=work, daemon=True, name="shoestring-peers")
-        self._thread.start()
-
-    def _round(self, mine: ArenaCopy | None) -> bool:
-        with contextlib.ExitStack() as stack:
-            arena = stack.enter_context(reading(mine)) if mine is not None else None
-            index = b"" if arena is None or mine is None else json.dumps(dump_index(mine.copy)).encode()
-            total = 0 if arena is None or mine is None else mine.copy.num_bytes
-            headers = self._exchange_headers(index, total)
-            receivers = [_Receiver(self.folder, r, self.world_size, headers[r], self._pool) for r in self.sources]
-            for receiver in receivers:
-                stack.callback(receiver.close)
-            view = arena.slot_view(mine.slot) if arena is not None and mine is not None else None
-            try:
-                mine_bytes = torch.frombuffer(view, dtype=torch.uint8) if view is not None else None
-                longest = max([total, *(r.total for r in receivers)])
-                for number, at in enumerate(range(0, longest, PIECE_BYTES)):
-                    self._piece(number, at, total, mine_bytes, receivers)
-                del mine_bytes
-            finally:
-                if view is not None:
-                    view.release()
-            stored = [r.finish() for r in receivers]
-        return bool(all(stored) and total)
-
-    def _exchange_headers(self, index: bytes, total: int) -> dict[int, tuple[bytes, int]]:
-        sizes = {r: torch.zeros(2, dtype=torch.int64) for r in self.sources}
-        self._transfer([(torch.tensor([len(index), total]), self.holder)], [(t, r) for r, t in sizes.items()])
-        texts = {r: torch.zeros(int(t[0]), dtype=torch.uint8) for r, t in sizes.items()}
-        outgoing = [(torch.frombuffer(bytearray(index), dtype=torch.uint8), self.holder)] if index else []
-        self._transfer(outgoing, [(t, r) for r, t in texts.items() if t.numel()])
-        return {r: (texts[r].numpy().tobytes(), int(sizes[r][1])) for r in self.sources}
-
-    def _piece(self, number: int, at: int, total: int, mine: Tensor | None, receivers: Sequence[_Receiver]) -> None:
-        outgoing = [] if mine is None or at >= total else [(mine[at : min(at + PIECE_BYTES, total)], self.holder)]
-        incoming = [(r.room(at), r.rank) for r in receivers if at < r.total]
-        moved = sum(t.numel() for t, _ in (*outgoing, *incoming))
-        if number >= PROBE_PIECES:
+    def transfer(self, outgoing: Sequence[tuple[Tensor, int]], incoming: Sequence[tuple[Tensor, int]]) -> None:
+        moved = sum(t.nbytes for t, _ in (*outgoing, *incoming))
+        if moved < LEAST_PIECE:
+            self.link.transfer(outgoing, incoming)
+            return
+        if self._pieces >= PROBE_PIECES:
             self.limit.wait(moved)
         began = time.monotonic()
-        self._transfer(outgoing, incoming)
-        if number < PROBE_PIECES:
+        self.link.transfer(outgoing, incoming)
+        if self._pieces < PROBE_PIECES:
             self.limit.measured(moved, time.monotonic() - began)
-
-    def _transfer(self, outgoing: Sequence[tuple[Tensor, int]], incoming: Sequence[tuple[Tensor, int]]) -> None:
-        works = [dist.irecv(t, src=r, group=self._group) for t, r in incoming]
-        works += [dist.isend(t, dst=r, group=self._group) for t, r in outgoing]
-        for work in works:
-            if work is not None:
-                work.wait()
+        self._pieces += 1
 
 
-class _Receiver:
-    """What one rank sends, into an arena of this host. Where there is no room, it is received and dropped."""
+def exchange_headers(
+    link: Link, index: bytes, total: int, to: Sequence[int], sources: Sequence[int]
+) -> dict[int, tuple[bytes, int]]:
+    """(index, bytes of the state) of every source; empty and 0 where it has nothing to send."""
+    sizes = {r: torch.zeros(2, dtype=torch.int64) for r in sources}
+    mine = torch.tensor([len(index), total])
+    link.transfer([(mine, r) for r in to], [(t, r) for r, t in sizes.items()])
+    texts = {r: torch.zeros(int(t[0]), dtype=torch.uint8) for r, t in sizes.items()}
+    outgoing = [(torch.frombuffer(bytearray(index), dtype=torch.uint8), r) for r in to] if index else []
+    link.transfer(outgoing, [(t, r) for r, t in texts.items() if t.numel()])
+    return {r: (texts[r].numpy().tobytes(), int(sizes[r][1])) for r in sources}
+
+
+@contextlib.contextmanager
+def slot_to_send(mine: ArenaCopy | None) -> Iterator[tuple[bytes, int, Tensor | None]]:
+    """(index, number of bytes, bytes) of this rank's committed copy, kept from being overwritten; nothing for None."""
+    if mine is None:
+        yield b"", 0, None
+        return
+    with reading(mine) as arena:
+        if arena is None:
+            yield b"", 0, None
+            return
+        view = arena.slot_view(mine.slot)
+        try:
+            data = torch.frombuffer(view, dtype=torch.uint8)
+            yield json.dumps(dump_index(mine.copy)).encode(), mine.copy.num_bytes, data
+        finally:
+            data = None  # the view can be released only when no tensor looks at it
+            with contextlib.suppress(BufferError):
+                view.release()
+
+
+# -- where it goes -----------------------------------------------------------------------------------------------
+
+
+class PeerSlot:
+    """A slot for what peers send, in an arena of this host. Without room for it `bytes` is None."""
 
     def __init__(
-        self, folder: Path, rank: int, world_size: int, header: tuple[bytes, int], pool: ThreadPoolExecutor
+        self, path: Path, num_bytes: int, index_bytes: int, kept: Key | None, pool: ThreadPoolExecutor
     ) -> None:
-        self.rank, (text, self.total), self._pool = rank, header, pool
-        self._arena: Arena | None = None
-        self._slot = 0
+        """`kept` is the version that all peers have: it is not overwritten. None: the newest is not."""
+        self.num_bytes, self._pool = num_bytes, pool
         self._lock = contextlib.ExitStack()
-        self._dropped = torch.empty(PIECE_BYTES, dtype=torch.uint8)
-        self._bytes: Tensor | None = None
-        if not self.total:
+        self.bytes: Tensor | None = None
+        self.arena = self._open(path, index_bytes)
+        if self.arena is None:
             return
-        self._index: dict[str, Any] = json.loads(text)
-        self._copy = parse_index(self._index, self.total, f"the replica of rank {rank}")
-        self._arena = self._open(arena_path(folder, rank, world_size, replica=True), len(text))
-        if self._arena is None:
-            return
-        versions = self._arena.versions()
+        versions = self.arena.versions()
         self._sequence = 1 + max((v.sequence for v in versions), default=0)
-        self._slot = 1 - versions[0].slot if versions else 0
-        if not self._lock.enter_context(lock_file(self._arena.lock_path(self._slot), fcntl.LOCK_EX)):
-            self._arena.close()
-            self._arena = None
+        newest = versions[0].slot if versions else 1
+        keep = next((v.slot for v in versions if (v.step, v.index.get("life")) == kept), newest)
+        self.slot = 1 - keep
+        if not self._lock.enter_context(lock_file(self.arena.lock_path(self.slot), fcntl.LOCK_EX)):
+            self.arena.close()
+            self.arena = None
             return
-        self._arena.erase(self._slot)
-        self._view = self._arena.slot_view(self._slot)
-        self._bytes = torch.frombuffer(self._view, dtype=torch.uint8)
+        self.arena.erase(self.slot)
+        self._view = self.arena.slot_view(self.slot)
+        self.bytes = torch.frombuffer(self._view, dtype=torch.uint8)[:num_bytes]
 
     def _open(self, path: Path, index_bytes: int) -> Arena | None:
         if path.exists():
             with contextlib.suppress(UserError):
                 arena = Arena.open(path)
-                if arena.slot_bytes >= self.total and arena.index_bytes >= index_bytes:
+                if arena.slot_bytes >= self.num_bytes and arena.index_bytes >= index_bytes:
                     return arena
                 arena.close()
-        if room_for(path.parent, 2 * self.total) is not None:
+        if room_for(path.parent, 2 * self.num_bytes) is not None:
             return None
-        arena = Arena.create(path, 4 * index_bytes + (1 << 20), self.total)
+        arena = Arena.create(path, 4 * index_bytes + (1 << 20), self.num_bytes)
         try:
             for slot in (0, 1):
                 arena.touch(slot, self._pool)
@@ -202,25 +195,104 @@ class _Receiver:
             return None
         return arena
 
-    def room(self, at: int) -> Tensor:
-        size = min(PIECE_BYTES, self.total - at)
-        return self._dropped[:size] if self._bytes is None else self._bytes[at : at + size]
-
-    def finish(self) -> bool:
-        """Verify what came and commit it."""
-        if self._arena is None:
+    def commit(self, step: int, index: dict[str, Any]) -> bool:
+        """Verify what came, by the chunks that the index names, and commit it."""
+        if self.arena is None:
             return False
-        view = self._arena.slot_view(self._slot)[: self.total]
-        bad = damaged_chunks(view, self._copy.chunks, self._pool, self._copy.chunk_bytes, self._copy.algorithm)
+        view = self.arena.slot_view(self.slot)[: self.num_bytes]
+        bad = damaged_chunks(view, index["chunks"], self._pool, index["chunk_bytes"], index["algorithm"])
         view.release()
         if not bad:
-            self._arena.commit(self._slot, self._sequence, self._copy.step, self._index)
+            self.write(step, index)
         return not bad
+
+    def write(self, step: int, index: dict[str, Any]) -> None:
+        """Commit it as it is."""
+        assert self.arena is not None
+        self.arena.commit(self.slot, self._sequence, step, index)
 
     def close(self) -> None:
         self._lock.close()
-        self._bytes = None
-        if self._arena is not None:
+        self.bytes = None
+        if self.arena is not None:
             with contextlib.suppress(BufferError):
                 self._view.release()
-            self._arena.close()
+            self.arena.close()
+
+
+# -- rounds ------------------------------------------------------------------------------------------------------
+
+
+class Round(Protocol):
+    """One rank's side of an exchange; True where everything that came is stored."""
+
+    def __call__(self, link: Link, mine: ArenaCopy | None, kept: Key | None) -> bool: ...
+
+
+class Replicas:
+    """The whole state of a rank goes to a rank of the next host."""
+
+    def __init__(self, folder: Path, rank: int, hosts: Sequence[str]) -> None:
+        self.folder, self.world_size = folder, len(hosts)
+        self.holder = holders(hosts)[rank]
+        self.sources = [r for r, h in enumerate(holders(hosts)) if h == rank]
+        self._pool = ThreadPoolExecutor(2)
+
+    def __call__(self, link: Link, mine: ArenaCopy | None, kept: Key | None) -> bool:
+        with contextlib.ExitStack() as stack:
+            index, total, data = stack.enter_context(slot_to_send(mine))
+            headers = exchange_headers(link, index, total, [self.holder], self.sources)
+            slots = {r: self._slot(r, *header, kept) for r, header in headers.items() if header[1]}
+            for slot in slots.values():
+                stack.callback(slot.close)
+            dropped = torch.empty(PIECE_BYTES, dtype=torch.uint8)
+            for at in range(0, max([total, *(s.num_bytes for s in slots.values())]), PIECE_BYTES):
+                outgoing = [(data[at : min(at + PIECE_BYTES, total)], self.holder)] if data is not None else []
+                incoming = []
+                for r, slot in slots.items():
+                    stop = min(at + PIECE_BYTES, slot.num_bytes)
+                    if at < stop:
+                        incoming.append((dropped[: stop - at] if slot.bytes is None else slot.bytes[at:stop], r))
+                link.transfer([(t, r) for t, r in outgoing if t.numel()], incoming)
+            indexes: Mapping[int, dict[str, Any]] = {r: json.loads(headers[r][0]) for r in slots}
+            stored = [slot.commit(indexes[r]["step"], indexes[r]) for r, slot in slots.items()]
+            del data
+        return bool(total) and len(stored) == len(self.sources) and all(stored)
+
+    def _slot(self, rank: int, text: bytes, total: int, kept: Key | None) -> PeerSlot:
+        parse_index(json.loads(text), total, f"the replica of rank {rank}")
+        path = arena_path(self.folder, rank, self.world_size, "replica")
+        return PeerSlot(path, total, len(text), kept, self._pool)
+
+
+class PeerRounds:
+    """Rounds in the background. `begin` starts one, on every rank; `succeeded` is of the last one."""
+
+    def __init__(self, round_: Round, gbps: float | None, timeout_s: float = 600.0) -> None:
+        self._round, self._limit = round_, RateLimit(gbps)
+        self.error: str | None = None
+        self.seconds = 0.0  # of the last round
+        self.succeeded = False
+        self._link = GroupLink(dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)))
+        self._thread: threading.Thread | None = None
+
+    def busy(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def begin(self, committed: Callable[[], ArenaCopy | None], kept: Key | None = None) -> None:
+        """`committed` waits for this rank's commit and returns its copy, or None where it failed; `kept` is the
+        version that the last round that succeeded on every rank has brought."""
+        assert not self.busy()
+
+        def work() -> None:
+            began = time.monotonic()
+            self.succeeded = False
+            try:
+                self.succeeded = self._round(LimitedLink(self._link, self._limit), committed(), kept)
+            except Exception as error:  # a peer that is gone: training will notice by itself
+                self.error = f"{type(error).__name__}: {error}"
+            self.seconds = time.monotonic() - began
+
+        # A daemon: a peer that never answers must not keep this process from ending.
+        self._thread = threading.Thread(target=work, daemon=True, name="shoestring-peers")
+        self._thread.start()

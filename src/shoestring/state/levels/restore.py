@@ -34,7 +34,7 @@ from shoestring.state.checkpoint import agree, step_folders
 from shoestring.state.checkpoint_files import HOST_MANIFEST
 from shoestring.state.files import DTYPE_NAMES, DTYPES
 from shoestring.state.levels.drain import HOSTS, NAMES_SUM
-from shoestring.state.levels.host_folder import ArenaCopy, is_replica, list_copies, reading
+from shoestring.state.levels.host_folder import ArenaCopy, kind_of, list_copies, reading
 from shoestring.state.levels.snapshot import local_tensor
 from shoestring.state.levels.version import ITEM_BYTES, LIFE, HeldBox, HeldCopy, missing_of, sum_of_names
 from shoestring.state.manifest import Manifest, StoredTensor
@@ -76,7 +76,7 @@ class Offer:
 
     @property
     def is_peer(self) -> bool:
-        return self.source == "memory" and is_replica(Path(self.path))
+        return self.source == "memory" and kind_of(Path(self.path)) == "replica"
 
 
 # -- what there is -------------------------------------------------------------------------------------------
@@ -235,7 +235,7 @@ def fill_tensors(
             if problem is not None:
                 broken.append((offer, problem))
             used[source_name(offer, host)] += sum(p.wanted.size * p.target.element_size() for p in some)
-        broken = _everyone(mesh, broken)
+        broken = everyone(mesh, broken)
         if not broken and (mesh.world_size > 1 or missing):
             used, broken = _exchange(targets, missing, offers, mesh, host, used)
         if not broken:
@@ -251,7 +251,8 @@ def source_name(offer: Offer, host: str) -> str:
     return offer.source
 
 
-def _everyone(mesh: Mesh, some: list[Any]) -> list[Any]:
+def everyone(mesh: Mesh, some: list[Any]) -> list[Any]:
+    """The items of all ranks, on every rank."""
     if mesh.world_size == 1:
         return some
     found: list[Any] = [None] * mesh.world_size
@@ -450,7 +451,7 @@ def _exchange(
     sent = [(name, box, torch.empty(box.shape, dtype=dtypes[name])) for name, box in dict.fromkeys(boxes)]
     pieces, _ = plan_pieces(sent, offers, host)
     found = ((offer, read_offer(offer, some)) for offer, some in pieces.items())
-    if broken := _everyone(mesh, [(offer, problem) for offer, problem in found if problem is not None]):
+    if broken := everyone(mesh, [(offer, problem) for offer, problem in found if problem is not None]):
         return used, broken
     group = dist.new_group(backend="gloo")
     try:
@@ -458,7 +459,7 @@ def _exchange(
         arrived_damaged = execute(plan, mesh.rank, src, dst, dtypes, GroupTransport(group))
     finally:
         dist.destroy_process_group(group)
-    if _everyone(mesh, arrived_damaged):
+    if everyone(mesh, arrived_damaged):
         raise UserError(
             "boxes from another host arrived damaged; check the network between the hosts, and resume again"
         )

@@ -16,7 +16,10 @@ class LevelsConfig:
     mttf_hours: float | None = option(None, "expected hours between failures; none: from the number of processes")
     budget: float = option(0.01, "share of the time that saving at one level may cost at most")
     agent_idle: float = option(1800.0, "seconds that copies in memory are kept after the trainer is gone", least=0)
-    peer: bool = option(False, "also keep a copy of each process's state in the memory of another host")
+    peer: Literal["off", "replica", "xor"] = option(
+        "off", "also keep each process's state in memory of other hosts: whole, or as the XOR of several (less memory)"
+    )
+    xor_set: int = option(4, "hosts of a set with peer=xor: a set survives the loss of one of them", least=2)
     peer_gbps: float | None = option(None, "most Gbit/s for copies to peers; none: half of what is measured")
     remote: str | None = option(None, "fsspec URL for copies of last resort, such as s3://bucket/run")
     remote_timeout_s: float = option(60.0, "seconds that one operation on remote storage may take")
