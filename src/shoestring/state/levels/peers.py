@@ -54,7 +54,7 @@ def holders(hosts: Sequence[str]) -> list[int]:
 # -- links -----------------------------------------------------------------------------------------------------
 
 
-class Link(Protocol):
+class PeerLink(Protocol):
     """Moves tensors of bytes between ranks; every rank names what it sends and what it expects."""
 
     def transfer(self, outgoing: Sequence[tuple[Tensor, int]], incoming: Sequence[tuple[Tensor, int]]) -> None: ...
@@ -96,7 +96,7 @@ class RateLimit:
 class LimitedLink:
     """A link whose pieces of a round, after the first few, pass no faster than the limit."""
 
-    def __init__(self, link: Link, limit: RateLimit) -> None:
+    def __init__(self, link: PeerLink, limit: RateLimit) -> None:
         self.link, self.limit = link, limit
         self._pieces = 0
 
@@ -115,7 +115,7 @@ class LimitedLink:
 
 
 def exchange_headers(
-    link: Link, index: bytes, total: int, to: Sequence[int], sources: Sequence[int]
+    link: PeerLink, index: bytes, total: int, to: Sequence[int], sources: Sequence[int]
 ) -> dict[int, tuple[bytes, int]]:
     """(index, bytes of the state) of every source; empty and 0 where it has nothing to send."""
     sizes = {r: torch.zeros(2, dtype=torch.int64) for r in sources}
@@ -226,7 +226,7 @@ class PeerSlot:
 class Round(Protocol):
     """One rank's side of an exchange; True where everything that came is stored."""
 
-    def __call__(self, link: Link, mine: ArenaCopy | None, kept: Key | None) -> bool: ...
+    def __call__(self, link: PeerLink, mine: ArenaCopy | None, kept: Key | None) -> bool: ...
 
 
 class Replicas:
@@ -238,7 +238,7 @@ class Replicas:
         self.sources = [r for r, h in enumerate(holders(hosts)) if h == rank]
         self._pool = ThreadPoolExecutor(2)
 
-    def __call__(self, link: Link, mine: ArenaCopy | None, kept: Key | None) -> bool:
+    def __call__(self, link: PeerLink, mine: ArenaCopy | None, kept: Key | None) -> bool:
         with contextlib.ExitStack() as stack:
             index, total, data = stack.enter_context(slot_to_send(mine))
             headers = exchange_headers(link, index, total, [self.holder], self.sources)

@@ -31,7 +31,7 @@ from shoestring.host.arena import Arena
 from shoestring.host.checksums import CHUNK_BYTES, checksums, damaged_chunks
 from shoestring.mesh import Mesh
 from shoestring.state.levels.host_folder import ArenaCopy, arena_files, arena_path, kind_of
-from shoestring.state.levels.peers import PIECE_BYTES, Key, Link, PeerSlot, exchange_headers, slot_to_send
+from shoestring.state.levels.peers import PIECE_BYTES, Key, PeerLink, PeerSlot, exchange_headers, slot_to_send
 from shoestring.state.levels.restore import Offer, choose, everyone
 from shoestring.state.levels.version import HeldCopy, parse_index
 
@@ -190,7 +190,7 @@ class XorRound:
         self.position = self.members.index(rank)
         self._pool = ThreadPoolExecutor(2)
 
-    def __call__(self, link: Link, mine: ArenaCopy | None, kept: Key | None) -> bool:
+    def __call__(self, link: PeerLink, mine: ArenaCopy | None, kept: Key | None) -> bool:
         others = [r for r in self.members if r != self.rank]
         with contextlib.ExitStack() as stack:
             index, total, data = stack.enter_context(slot_to_send(mine))
@@ -263,7 +263,7 @@ def xor_into(target: Tensor, other: Tensor) -> None:
 
 
 @dataclass(frozen=True)
-class Source:
+class XorSource:
     """Bytes [begin, end) of a slot that belong into the XOR of a segment, from its begin on."""
 
     host: str
@@ -282,11 +282,11 @@ class Rebuild:
     world_size: int
     segment_bytes: int
     position: int  # of the lost rank in its set
-    segments: tuple[tuple[Source, ...], ...]
+    segments: tuple[tuple[XorSource, ...], ...]
     maker: Parity  # the host of this parity does it; its index has that of the lost rank
 
     @property
-    def sources(self) -> set[Source]:
+    def sources(self) -> set[XorSource]:
         return {s for some in self.segments for s in some}
 
 
@@ -317,14 +317,14 @@ def _rebuild(lost: int, held: Mapping[int, Offer], parities: Sequence[Parity]) -
     if not alive or any(n not in kept or members[n] not in held for n in alive):
         return None
     j, size = members.index(lost), kept[alive[0]].segment_bytes
-    segments: list[tuple[Source, ...]] = [()] * (len(members) - 1)
+    segments: list[tuple[XorSource, ...]] = [()] * (len(members) - 1)
     for holder in alive:
         parity = kept[holder]
-        some = [Source(parity.host, parity.path, parity.slot, parity.sequence, 0, size)]
+        some = [XorSource(parity.host, parity.path, parity.slot, parity.sequence, 0, size)]
         for n in (n for n in alive if n != holder):
             o = held[members[n]]
             span = segment_span(n, holder, size, o.copy.num_bytes)
-            some.append(Source(o.host, o.path, o.slot, o.sequence, *span))
+            some.append(XorSource(o.host, o.path, o.slot, o.sequence, *span))
         segments[segment_number(j, holder)] = tuple(some)
     maker = kept[min((n for n in alive if n > j), default=alive[0])]
     return Rebuild(lost, maker.world_size, size, j, tuple(segments), maker)
@@ -338,7 +338,7 @@ class RebuildStep:
         self.plan, self.host, self.first_rank = plan, host, first_rank
         self.makes = plan.maker.host == host
         self._stack = contextlib.ExitStack()
-        self._bytes: dict[Source, Tensor] = {}
+        self._bytes: dict[XorSource, Tensor] = {}
         self._target: PeerSlot | None = None
         self._index: dict[str, Any] = {}
         self._total = 0
@@ -366,7 +366,7 @@ class RebuildStep:
         if self._target.bytes is None:
             raise UserError(f"there is no room for {path} ({self._total:,} bytes)")
 
-    def move(self, link: Link) -> None:
+    def move(self, link: PeerLink) -> None:
         """Every host sends the XOR of what it holds of a piece; the maker adds them up."""
         size, maker = self.plan.segment_bytes, self.plan.maker.host
         for number, sources in enumerate(self.plan.segments):
@@ -386,7 +386,7 @@ class RebuildStep:
                 assert self._target is not None and self._target.bytes is not None
                 self._target.bytes[begin:end] = mine[: end - begin]
 
-    def _local(self, sources: Sequence[Source], at: int, length: int) -> Tensor:
+    def _local(self, sources: Sequence[XorSource], at: int, length: int) -> Tensor:
         total = torch.zeros(length, dtype=torch.uint8)
         for source in sources:
             if source.host == self.host:
@@ -407,7 +407,7 @@ class RebuildStep:
 
 
 def rebuild_lost(
-    mesh: Mesh, host: str, hosts: Sequence[str], places: Sequence[Path], offers: Iterable[Offer], link: Link | None
+    mesh: Mesh, host: str, hosts: Sequence[str], places: Sequence[Path], offers: Iterable[Offer], link: PeerLink | None
 ) -> tuple[list[int], list[str]]:
     """(ranks whose state was computed and is a replica on some host now, what went wrong). Every rank calls it."""
     first_rank = {one: hosts.index(one) for one in hosts}
@@ -422,7 +422,7 @@ def rebuild_lost(
             problem = everyone(mesh, _problem(step.open) if reads else [])
             if not problem:
                 if reads:
-                    step.move(link if link is not None else _Alone())
+                    step.move(link if link is not None else _NoLink())
                 problem = everyone(mesh, _problem(step.finish) if reads else [])
         finally:
             step.close()
@@ -431,7 +431,7 @@ def rebuild_lost(
     return done, problems
 
 
-class _Alone:
+class _NoLink:
     """The link of a job of one rank, which has nobody to talk to."""
 
     def transfer(self, outgoing: Sequence[tuple[Tensor, int]], incoming: Sequence[tuple[Tensor, int]]) -> None:
