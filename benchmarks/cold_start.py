@@ -5,10 +5,11 @@
 
 A model of 350M random parameters (Llama shape, bf16, and its int4:g64 form) and a drafter of one layer are written to a
 temporary folder. Each row is a new process with a new folder for compiled kernels (cold) or that of the row before
-(warm). `first token` counts from the engine's construction until the first token, `start` from the process until then
+(warm). Cold rows are measured with kernels compiled one by one and by threads (kernels/runtime/compile_ahead.py).
+`first token` counts from the engine's construction until the first token, `start` from the process until then
 (imports, CUDA, loading, kernels), `first 60` the rate over the first 60 tokens. Compiled kernels are counted by the
 compiler's own hooks, with the seconds that their compilations take one by one. Printed too: seconds in the parts of a
-start, each with the kernels that it compiled.
+start, each with its calls.
 """
 
 from __future__ import annotations
@@ -48,9 +49,15 @@ def table() -> str:
     rows = []
     for n in lines:
         q = n["quality"]
-        kernels = f"{q['num_triton']} + {q['num_nvrtc']} ({q['compile_seconds']:.0f} s)"
+        kernels = f"{q['num_triton']} + {q['num_nvrtc']} + {q['num_launchers']} ({q['compile_seconds']:.0f} s)"
         rows.append([n["case"], f"{n['value']:.1f} s", f"{q['start']:.1f} s", f"{q['rate']:.0f}", kernels])
-    header = ["350M parameters", "first token", "start", "first 60, tokens/s", "kernels compiled, Triton + CUDA"]
+    header = [
+        "350M parameters",
+        "first token",
+        "start",
+        "first 60, tokens/s",
+        "compiled: Triton + CUDA + launchers (seconds of a core)",
+    ]
     return markdown(header, rows) + provenance(lines)
 
 
@@ -90,7 +97,7 @@ def child(model: Path, drafter: Path | None, began: float) -> None:
     from shoestring.serve import Sampling
 
     compiled: list[tuple[str, float]] = []
-    kinds = {"triton": 0, "nvrtc": 0}
+    kinds = {"triton": 0, "nvrtc": 0, "launchers": 0}
     if torch.cuda.is_available():
         import triton
 
@@ -101,6 +108,16 @@ def child(model: Path, drafter: Path | None, began: float) -> None:
                 compiled.append((str(getattr(src, "name", src)), seconds))
 
         triton.knobs.compilation.listener = heard
+        build = triton.runtime.build._build
+
+        def launcher(*args: Any) -> str:
+            start = time.perf_counter()
+            built: str = build(*args)
+            kinds["launchers"] += 1
+            compiled.append(("launcher", time.perf_counter() - start))
+            return built
+
+        triton.runtime.build._build = launcher
         plain = nvrtc.compile_cubin
 
         def counted(source: str, options: Any) -> bytes:
@@ -133,13 +150,15 @@ def child(model: Path, drafter: Path | None, began: float) -> None:
     told = {
         "import": imported - began, "load": read - imported, "first_token": first - read, "start": first - began,
         "engine": built - read, "rate": (TOKENS - 1) / rest, "num_triton": kinds["triton"], "num_nvrtc": kinds["nvrtc"],
-        "compile_seconds": sum(s for _, s in compiled), "slowest": slowest, "parts": parts,
+        "num_launchers": kinds["launchers"], "compile_seconds": sum(s for _, s in compiled), "slowest": slowest,
+        "parts": parts,
     }  # fmt: skip
     print("COLD " + json.dumps(told), flush=True)
 
 
 def timed_parts() -> dict[str, list[float]]:
     """{part of a start: [calls, seconds]}, filled while this process runs."""
+    from shoestring.serve import Engine
     from shoestring.serve.engine.graphs import CapturedStep
     from shoestring.serve.engine.runner import Runner
 
@@ -169,11 +188,13 @@ def timed_parts() -> dict[str, list[float]]:
     ):
         timed(Runner, name)
     timed(CapturedStep, "_capture")
+    timed(Engine, "_compile_ahead")
     return parts
 
 
-def row(name: str, model: Path, drafter: Path | None, caches: Path, small: bool) -> None:
+def row(name: str, model: Path, drafter: Path | None, caches: Path, small: bool, threads: bool) -> None:
     places = {
+        "SHOESTRING_COMPILE_AHEAD": int(threads),
         "SHOESTRING_CACHE": caches / "ours",
         "TRITON_CACHE_DIR": caches / "triton",
         "CUDA_CACHE_PATH": caches / "cu",
@@ -184,7 +205,8 @@ def row(name: str, model: Path, drafter: Path | None, caches: Path, small: bool)
                           env=env, capture_output=True, text=True, check=False)  # fmt: skip
     line = next((text for text in done.stdout.splitlines() if text.startswith("COLD ")), None)
     if line is None:
-        raise SystemExit(f"{name}: the process failed: {done.stderr[-3000:]}")
+        print(f"{name}: the process failed: {done.stderr[-3000:]}", flush=True)
+        return
     told = json.loads(line[5:])
     slowest, parts = told.pop("slowest"), told.pop("parts")
     print(f"{name:34}", {k: round(v, 2) for k, v in told.items()}, flush=True)
@@ -216,9 +238,10 @@ def main() -> None:
         for name in args.rows:
             model = folder / ("int4" if name.startswith("int4") else "model")
             drafter = folder / "drafter" if name.endswith("drafter") else None
+            row(f"{name}, cold, one by one", model, drafter, folder / f"old {name}", args.small, threads=False)
             caches = folder / f"caches {name}"
             for state in ("cold", "warm"):
-                row(f"{name}, {state}", model, drafter, caches, args.small)
+                row(f"{name}, {state}", model, drafter, caches, args.small, threads=True)
 
 
 if __name__ == "__main__":

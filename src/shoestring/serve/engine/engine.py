@@ -37,7 +37,7 @@ from shoestring.model.spec import ModelSpec
 from shoestring.model.transformer import Decoder
 from shoestring.serve.engine.block_pool import BlockPool, BlockTable, RowSpan
 from shoestring.serve.engine.capacity import choose_requests
-from shoestring.serve.engine.graphs import DeviceDraft, PendingTokens
+from shoestring.serve.engine.graphs import DeviceDraft, PendingTokens, SamplingKind, sampling_kind
 from shoestring.serve.engine.request import (
     NO_DRAFT,
     Completion,
@@ -57,7 +57,7 @@ from shoestring.serve.engine.sampling import Sampling
 from shoestring.serve.engine.scheduler import ScheduledStep, Scheduler
 from shoestring.serve.engine.skip_policy import FfnSimilarity, SkipPolicy, SkipSets, Work
 from shoestring.serve.engine.tensor_parallel import LeadRunner, Ranks
-from shoestring.serve.engine.warmup import warm_up_drafting, warm_up_steps
+from shoestring.serve.engine.warmup import KINDS, compile_ahead, warm_up_drafting, warm_up_steps
 from shoestring.serve.engine.weight_update import PreparedWeights, Values, WeightTarget
 from shoestring.serve.speculative.draft_length import DraftLengthController, Prospects
 from shoestring.serve.speculative.drafter import Drafter
@@ -222,6 +222,7 @@ class Engine:
         """From now on, while no request runs: another drafter, with a controller that knows it already or a new one."""
         assert not self.scheduler.running, "requests are running with the drafter they began with"
         self.drafter, self.draft_controller, self._warmed_up = drafter, None, False
+        self._compiled = False  # whether kernels were compiled ahead
         self.num_drafts = FIXED_DRAFTS if num_drafts is None else num_drafts
         if num_drafts is None and drafter is not None and self._timed:
             self.draft_controller = controller or DraftLengthController(self._profile)
@@ -242,10 +243,16 @@ class Engine:
         controller does this in its first step at the latest."""
         sizes = self.scheduler.max_requests, self.max_context, self.chunk
         lengths = self.draft_controller.lengths if self.draft_controller else ()
+        self._compile_ahead(KINDS, lengths)
         warm_up_steps(self.runner, *sizes, lengths, self.skip_sets.usual)
         if self.draft_controller is not None:
             warm_up_drafting(self.runner, self.drafter, self.draft_controller, *sizes)
         self._num_graphs, self._warmed_up = self.num_graphs, True
+
+    def _compile_ahead(self, kinds: Sequence[SamplingKind], lengths: Sequence[int] | None) -> None:
+        runners = [self.runner, *(() if self.drafter is None else self.drafter.runners())]
+        compile_ahead(runners, self.scheduler.max_requests, kinds, lengths, self.skip_sets.usual)
+        self._compiled = True
 
     @property
     def num_graphs(self) -> int:
@@ -326,6 +333,8 @@ class Engine:
         """Compute one batch of rows; the requests that gained tokens or ended, in no particular order."""
         if self.draft_controller is not None and not self._warmed_up and self.busy:
             self.warm_up()
+        if not self._compiled and self.busy:
+            self._compile_ahead([sampling_kind([r.sampling for r in (*self.waiting, *self.running)])], None)
         outputs = self._expire()
         if self.scheduler.late:
             self._rejoin()

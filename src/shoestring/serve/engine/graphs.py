@@ -41,6 +41,7 @@ from torch import Tensor
 from shoestring.kernels.attention.paged_attention import splits_for
 from shoestring.kernels.gemv.embed_argmax import NO_TOKEN, argmax_token_
 from shoestring.kernels.runtime.capture_stream import on_capture_stream
+from shoestring.kernels.runtime.compile_ahead import rehearsed
 from shoestring.kernels.runtime.triton_backend import fall_back
 from shoestring.kernels.sampling.sample_tokens import PARAMETERS, sample_tokens_
 from shoestring.model.skip import SkipSet
@@ -211,6 +212,8 @@ class GraphCache:
             if len(self._graphs) == MAX_GRAPHS:
                 self._drop(next(iter(self._graphs)))
             found = make()
+            if rehearsed() is not None:  # nothing was captured
+                return found
             self.num_graphs += 1
         self._graphs[key] = found  # at the end: the most recently used
         return found
@@ -316,6 +319,9 @@ class CapturedStep(ABC):
         last = self.owner.last_R.clone()
         with on_capture_stream():
             self._program()
+        if rehearsed() is not None:
+            self.owner.last_R.copy_(last)
+            return
         graph = torch.cuda.CUDAGraph()
         try:
             with no_collection(), torch.cuda.graph(graph, pool=self.owner._pool, capture_error_mode="thread_local"):

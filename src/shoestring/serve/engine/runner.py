@@ -66,7 +66,7 @@ from shoestring.serve.engine.graphs import (
 )
 from shoestring.serve.engine.kv_cache import KVCache, cache_root, weights_id
 from shoestring.serve.engine.logit_rules import TokenLogprob, prompt_logprob_parts
-from shoestring.serve.engine.prefill_graph import holds_prefill, launch_prefill, tiles_of, warm_up_prefill
+from shoestring.serve.engine.prefill_graph import PREFILL_ROWS, holds_prefill, launch_prefill, tiles_of, warm_up_prefill
 from shoestring.serve.engine.prompt_attention import limit_cudnn_plans
 from shoestring.serve.engine.sampling import Sampling
 from shoestring.state.reshard.version import WeightsVersion
@@ -77,6 +77,7 @@ LAUNCH_ROWS = 512  # rows of whole prompts of one length that pay for an attenti
 # Rows by table are padded to powers of two up to FINE, to multiples of FINE up to MANY and of COARSE up to MOST.
 FINE, MANY, COARSE, MOST = 64, 512, 256, 2048
 WARM_LOGITS = 256  # rows with logits, at most, in a warm-up pass
+PROMPT = (0, 24)  # start and rows of a whole prompt in a warm-up pass
 
 LaunchKind = Literal["decode", "next", "prefill", "chain", "logits", "fused"]
 
@@ -292,6 +293,25 @@ class Runner:
             for num, kind in product(reversed(sizes_up_to(max_requests, REQUESTS_DRAFTED)), kinds):
                 warm_up_chains(self._graphs, num, kind, lengths)
 
+    def rehearse(
+        self, nums: Sequence[int], kinds: Sequence[SamplingKind], rows_each: Sequence[int], skip: SkipSet | None = None
+    ) -> None:
+        """In a rehearsal (compile_ahead.py): meet the kernels of a prompt and of decode steps of so many requests."""
+        if self.ready():
+            assert self._graphs is not None
+            for num, kind, each in product(nums, kinds, rows_each):
+                if num * each <= MAX_ROWS:
+                    self._graphs.capture_decode(num, each, kind, skip)
+            self._run_eager([PROMPT], 0)
+
+    def rehearse_warm_up(self, max_requests: int, kinds: Sequence[SamplingKind]) -> None:
+        """The same for prefills as graphs and for passes outside of graphs."""
+        if self.ready():
+            assert self._graphs is not None
+            warm_up_prefill(self._graphs, max_requests, PREFILL_ROWS[0], kinds[:1], None)
+            for kinds_of_rows, num_rows in self._eager_passes([PREFILL_ROWS[0]]):
+                self._run_eager(kinds_of_rows, num_rows)
+
     @property
     def num_graphs(self) -> int:
         """Graphs made so far."""
@@ -380,29 +400,36 @@ class Runner:
         if not self.ready() or self._warmed >= most_rows:
             return
         self._warmed = most_rows
-        size, spec = self.cache.pool.block_size, self.model.spec
-        many = most_programs() // (EAGER_SPLITS * spec.num_kv_heads) + 1  # requests: keys are not cut into ranges
-        prompt, later, few, one = (0, 24), (24, 24), (16, 2), (16, 1)  # start, rows
-        sizes = row_sizes(max(MANY, most_rows))
+        for kinds, num_rows in self._eager_passes(row_sizes(max(MANY, most_rows))):
+            self._run_eager(kinds, num_rows)
+
+    def _eager_passes(self, sizes: Sequence[int]) -> list[tuple[list[tuple[int, int]], int]]:
+        """Passes of every kind with so many rows, as `_run_eager` takes them."""
+        many = most_programs() // (EAGER_SPLITS * self.model.spec.num_kv_heads) + 1  # keys are not cut into ranges
+        later, few, one = (24, 24), (16, 2), (16, 1)
         passes = [([later] * -(-num // 24), num) for num in sizes]
         passes += [([row] * n + more, 0) for row in (few, one) for n in (1, many) for more in ([], [later])]
         # Whole prompts are not padded: only powers of two are met.
         whole = {-(-num // 24) for num in sizes if num & (num - 1) == 0}
-        passes += [([prompt] * n, 0) for n in sorted(whole)]
-        for kinds, num_rows in passes:
-            pages = -(-max(start + rows for start, rows in kinds) // size)
-            spans = [
-                RowSpan(list(range(n * pages, (n + 1) * pages)), start, rows)
-                for n, (start, rows) in enumerate(kinds)
-                if start + rows <= spec.max_positions
-            ]
-            if num_rows and spans:  # exactly so many rows: the last span is cut
-                spans[-1] = replace(spans[-1], num=num_rows - sum(span.num for span in spans[:-1]))
-            if spans:
-                num = sum(span.num for span in spans)
-                apart = self._apart(BlockPool(len(kinds) * pages, size))
-                wanted = range(num) if num_rows and num <= WARM_LOGITS else [0]
-                apart.forward(Batch(spans, [0] * num, wanted), once=kinds[0] != prompt)
+        return [*passes, *(([PROMPT] * n, 0) for n in sorted(whole))]
+
+    def _run_eager(self, kinds: Sequence[tuple[int, int]], num_rows: int) -> None:
+        """A pass outside of graphs over (start, rows) of each request; `num_rows`: exactly so many, 0: all of them."""
+        size, spec = self.cache.pool.block_size, self.model.spec
+        pages = -(-max(start + rows for start, rows in kinds) // size)
+        spans = [
+            RowSpan(list(range(n * pages, (n + 1) * pages)), start, rows)
+            for n, (start, rows) in enumerate(kinds)
+            if start + rows <= spec.max_positions
+        ]
+        if not spans:
+            return
+        if num_rows:  # the last span is cut
+            spans[-1] = replace(spans[-1], num=num_rows - sum(span.num for span in spans[:-1]))
+        num = sum(span.num for span in spans)
+        apart = self._apart(BlockPool(len(kinds) * pages, size))
+        wanted = range(num) if num_rows and num <= WARM_LOGITS else [0]
+        apart.forward(Batch(spans, [0] * num, wanted), once=kinds[0] != PROMPT)
 
     def _apart(self, pool: BlockPool) -> Runner:
         """The same model with a cache of its own."""

@@ -9,6 +9,9 @@ kernels in a few variants, which are compiled here (`Runner.warm_up_kernels`): a
 steps. Matrix products load a kernel for many numbers of rows, the time of ten steps each: rows are padded to few
 numbers (`place_rows`), which are all met here.
 
+On a machine that has not run such a model before, dozens of kernels are compiled first. `compile_ahead` meets them in a
+rehearsal and compiles them in threads, for a first text without any other warm-up, too.
+
 Left out, and made when first needed: graphs of cut sampling (top_k, top_p, min_p), graphs again when the KV cache
 outgrows what was reserved, cuDNN's plans for long prompts (prompt_attention.py), and prompts that the target reads in
 steps too large for a graph. Such steps are not taken for slow ones (`Engine.num_graphs`).
@@ -16,17 +19,68 @@ steps too large for a graph. Such steps are not taken for slow ones (`Engine.num
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 
+import torch
+
+from shoestring import __version__
+from shoestring.formats.convert import formats_of
+from shoestring.kernels.attention.paged_attention import splits_for
+from shoestring.kernels.runtime.compile_ahead import compiles_ahead, rehearsal
 from shoestring.model.skip import SkipSet
+from shoestring.paths import cache_folder
 from shoestring.serve.engine.capacity import bytes_per_position, free_bytes
-from shoestring.serve.engine.graphs import SamplingKind
+from shoestring.serve.engine.graphs import REQUESTS, SamplingKind, sizes_up_to
 from shoestring.serve.engine.runner import Runner
 from shoestring.serve.speculative.draft_length import DraftLengthController
 from shoestring.serve.speculative.drafter import Drafter
 
 KINDS: tuple[SamplingKind, ...] = ("greedy", "drawn")
 MEMORY_SHARE = 0.25  # of the free memory that the KV cache may take before it is needed
+
+
+def compile_ahead(
+    runners: Sequence[Runner],
+    max_requests: int,
+    kinds: Sequence[SamplingKind] = KINDS,
+    lengths: Sequence[int] | None = None,
+    skip: SkipSet | None = None,
+) -> None:
+    """Compile what first steps need, in threads, unless that was done on this machine before. `lengths`: what warm-up
+    with drafts of these lengths needs; None: no warm-up follows."""
+    # A step over experts indexes with what a kernel wrote, so it cannot be rehearsed.
+    able = [r for r in runners if r.device.type == "cuda" and r.fast and r.model.spec.experts is None]
+    if not able or not compiles_ahead():
+        return
+    mark = _mark(able, max_requests, tuple(kinds), lengths, skip)
+    if mark.exists():
+        return
+    rows_each = [1, *(g + 1 for g in lengths or ())]
+    with rehearsal() as missing, suppress(RuntimeError, TypeError, ValueError):  # told by the real step
+        for runner in able:
+            groups = runner.model.spec.num_kv_heads
+            sizes = sizes_up_to(max_requests, REQUESTS) if lengths is not None else [1]
+            nums = {splits_for(num, groups): num for num in sizes}  # kernels differ by the ranges of keys
+            runner.rehearse(list(nums.values()), kinds, rows_each, skip)
+            if lengths is not None:
+                runner.rehearse_warm_up(max_requests, kinds)
+    missing.compile()
+    with suppress(OSError):  # a cache that cannot be written: again next time
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+
+
+def _mark(runners: Sequence[Runner], *settings: object) -> Path:
+    """The empty file that says that such kernels were compiled."""
+    device = torch.cuda.get_device_name(runners[0].device)
+    models = [
+        (r.model.spec, r.model.compute_dtype, sorted({f.label for f in formats_of(r.model).values()})) for r in runners
+    ]
+    key = repr((__version__, torch.__version__, device, models, settings))
+    return cache_folder() / "kernels" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.compiled"
 
 
 def warm_up_steps(

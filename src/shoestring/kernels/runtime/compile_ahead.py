@@ -1,0 +1,107 @@
+"""Kernels compiled by several threads before they are first launched.
+
+    with rehearsal() as missing:
+        program()               # kernels that are not compiled yet are noted, and not launched
+    missing.compile()
+
+Triton and NVRTC compile a kernel where it is first launched, one after the other: dozens of kernels for a first text,
+each a fraction of a second. Most of that time is spent outside of the interpreter's lock, so threads share it.
+Opt-in until it has been measured on a GPU: SHOESTRING_COMPILE_AHEAD=1.
+
+What follows a kernel that was left out reads memory that nothing has written. So a rehearsed program must not use what
+a kernel writes as an index. A kernel that fails to compile here is compiled again, with its message, where it is
+launched.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Hashable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+from shoestring.kernels.runtime.triton_backend import triton_refusal
+
+MOST_THREADS = 16
+
+
+class Missing:
+    """Kernels that a rehearsal met, and how to compile each."""
+
+    def __init__(self) -> None:
+        self._compilers: dict[Hashable, Callable[[], object]] = {}
+
+    def __len__(self) -> int:
+        return len(self._compilers)
+
+    def note(self, key: Hashable, compiler: Callable[[], object]) -> None:
+        self._compilers.setdefault(key, compiler)
+
+    def compile(self) -> None:
+        """All of them, as many at a time as there are processors."""
+        if not self._compilers:
+            return
+        threads = min(len(self._compilers), MOST_THREADS, len(os.sched_getaffinity(0)))
+        with ThreadPoolExecutor(threads, initializer=_use_device(), thread_name_prefix="compile") as pool:
+            for done in [pool.submit(compiler) for compiler in self._compilers.values()]:
+                done.exception()  # waits; a failure is told where the kernel is launched
+
+
+_rehearsed: ContextVar[Missing | None] = ContextVar("rehearsed", default=None)  # None in other threads
+
+
+def compiles_ahead() -> bool:
+    return os.environ.get("SHOESTRING_COMPILE_AHEAD", "0") == "1"
+
+
+def rehearsed() -> Missing | None:
+    """Where kernels are noted at present, and not launched; None: they are."""
+    return _rehearsed.get()
+
+
+@contextmanager
+def rehearsal() -> Iterator[Missing]:
+    missing = Missing()
+    token = _rehearsed.set(missing)
+    try:
+        with _triton_notes():
+            yield missing
+    finally:
+        _rehearsed.reset(token)
+
+
+@contextmanager
+def _triton_notes() -> Iterator[None]:
+    if triton_refusal() is not None:
+        yield
+        return
+    import triton
+
+    before = triton.knobs.runtime.jit_cache_hook
+    triton.knobs.runtime.jit_cache_hook = _note_triton
+    try:
+        yield
+    finally:
+        triton.knobs.runtime.jit_cache_hook = before
+
+
+def _note_triton(*, key: str, fn: Any, compile: dict[str, Any], **_: object) -> bool:
+    """Triton's hook before a compilation; True: neither compile nor launch."""
+    missing = rehearsed()
+    if missing is None:
+        return False
+    given = compile["specialization_data"]
+    # Triton also builds a launcher for every signature with a C compiler: `run`, made when first asked for.
+    missing.note((fn.module, fn.name, key), lambda: fn.jit_function.preload(given).run)
+    return True
+
+
+def _use_device() -> Callable[[], None] | None:
+    if not torch.cuda.is_available():
+        return None
+    device = torch.cuda.current_device()
+    return lambda: torch.cuda.set_device(device)
