@@ -20,6 +20,8 @@ BROWSER := $(VENV)/.browser-looked-for
 PYTEST_ARGS ?=
 # Whether apt-get is here and may be used, and through what.
 MAY_INSTALL = as=; [ "$$(id -u)" = 0 ] || as="sudo -n"; command -v apt-get > /dev/null && $$as true 2> /dev/null
+# Bytecode is kept, also where the environment says otherwise: hundreds of processes of a run import the same modules.
+export PYTHONDONTWRITEBYTECODE :=
 # Test processes, one thread each; a file's tests stay together and share what they built.
 WORKERS ?= 2
 # The tests of make check: of every layer the files that take a few seconds, about 95 seconds of processor time in all.
@@ -46,7 +48,7 @@ demo: $(STAMP)
 	$(BIN)/python -m shoestring demo $(if $(QUICK),quick=true)
 
 test: lint $(BROWSER)
-	SHOESTRING_PROMISED='$(PROMISED)' $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+	SHOESTRING_PROMISED='$(PROMISED)' $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 # Without tests that are slow, start ranks or drive whole recipes: folders of pure functions, the engine and its rules.
 check: lint

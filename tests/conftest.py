@@ -51,7 +51,11 @@ def _modules_of_setup() -> set[str]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Campaigns run only where `-m` names them."""
+    """Campaigns run only where `-m` names them. Files that start ranks or are slow come first: the test processes then
+    finish together, where a long file at the end would run while the other processes wait.
+    """
+    long = {item.path for item in items if any(item.get_closest_marker(mark) for mark in ("ranks", "slow"))}
+    items.sort(key=lambda item: item.path not in long)
     if "lab" in config.option.markexpr:
         return
     campaigns = [item for item in items if item.get_closest_marker("lab")]

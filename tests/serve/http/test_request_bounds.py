@@ -61,18 +61,10 @@ def test_a_name_of_megabytes_is_cut_before_it_is_compared() -> None:
     assert refusal(lambda: validated(TokenizeBody, {"k" * (3 << 20): 1})).code == "unknown_parameter"
 
 
-@pytest.mark.parametrize(
-    "raw",
-    [
-        {"prompt": "a", "logit_bias": {str(i): "x" for i in range(300_000)}},
-        {"prompt": "a", "stream": True, "stream_options": {str(i): 1 for i in range(300_000)}},
-        {"prompt": "a", "model": ["x"] * 2_000_000},
-        {"prompt": "a", "temperature": {str(i): 1 for i in range(300_000)}},
-    ],
-    ids=["logit_bias", "stream_options", "model", "temperature"],
-)
-def test_only_the_first_of_many_mistakes_is_described(raw: dict[str, Any]) -> None:
-    refusal(lambda: CompletionBody.parse(raw))
+@pytest.mark.parametrize("name", ["logit_bias", "stream_options", "model", "temperature"])
+def test_only_the_first_of_many_mistakes_is_described(name: str) -> None:
+    wrong: Any = ["x"] * 2_000_000 if name == "model" else {str(i): "x" for i in range(300_000)}
+    refusal(lambda: CompletionBody.parse({"prompt": "a", "stream": True, name: wrong}))
 
 
 def test_millions_of_ids_are_refused_by_their_number() -> None:
