@@ -13,8 +13,12 @@ from pathlib import Path
 # multiprocessing's fork server imports these once. It is a process of its own, and starts no threads.
 PRELOAD = [
     "rank_process",
+    "pydantic",
+    "torch._inductor.compile_fx",  # and _dynamo, which DTensor imports at its first operation
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
+    "torch.utils.tensorboard",
+    "shoestring.cli.app",
     "shoestring.recipes.shrink.lowbit_best",
     "shoestring.recipes.shrink.prune24",
     "shoestring.recipes.train.dense",
