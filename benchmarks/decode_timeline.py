@@ -4,8 +4,9 @@
     python -m benchmarks.decode_timeline --cases 1b 8b-int4    some of them
     python -m benchmarks.decode_timeline --quick               times of whole steps only; about 70 s
     python -m benchmarks.decode_timeline --variants            and other plans of the one-kernel step
+    python -m benchmarks.decode_timeline --quick --contexts 256 4096 16384
 
-One request with 256 tokens of context, shapes with random weights, the step from the token to the logits as a CUDA
+One request with 256 tokens of context (or those asked for), shapes with random weights, the step from the token to the logits as a CUDA
 graph. Two ways:
 
     kernel by kernel   the kernels of a layer in the middle, by torch's profiler: when each began and ended. The
@@ -47,7 +48,7 @@ from shoestring.formats import IntAsym, parse_format
 from shoestring.formats.groups import SCALE_DTYPES
 from shoestring.kernels.step import row_step
 from shoestring.kernels.step.row_step import PARTS, RowStep, RowStepPlan, StepShape
-from shoestring.model import ModelSpec
+from shoestring.model import Decoder, ModelSpec
 from shoestring.model.layer_plan import plan_decoder
 from shoestring.serve.engine.block_pool import BlockPool
 from shoestring.serve.engine.fused_decoder import AttentionTiles, FusedDecoder, RowPlacement
@@ -66,13 +67,13 @@ CASES: dict[str, tuple[str, ModelSpec, str, str]] = {
 }
 VARIANTS = [
     RowStepPlan(),
-    RowStepPlan(dependent=0, cooperative=1),
-    RowStepPlan(dependent=1, cooperative=1),
+    RowStepPlan(run=2),
+    RowStepPlan(piped=0),
+    RowStepPlan(run=2, piped=0),
+    RowStepPlan(share_keys=64),
     RowStepPlan(share_keys=64, short_keys=0),
     RowStepPlan(watched=1 << 20),
-    RowStepPlan(watched=512),
-    RowStepPlan(spin=40),
-    RowStepPlan(early_keys=1),
+    RowStepPlan(watched=4096),
 ]
 WRONG = 0.08  # relative distance of two steps in bf16, with random weights
 
@@ -80,18 +81,18 @@ WRONG = 0.08  # relative distance of two steps in bf16, with random weights
 class Step:
     """A decoding step of one request at a fixed position."""
 
-    def __init__(self, spec: ModelSpec, blocks: str, head: str, device: str = "cuda") -> None:
-        self.model = build(spec, blocks, head, device)
+    def __init__(self, model: Decoder, context: int, device: str = "cuda") -> None:
+        spec, self.model = model.spec, model
         self.fused = FusedDecoder(self.model)
-        pages = CONTEXT // PAGE + 1
+        pages = context // PAGE + 1
         self.cache = KVCache(plan_decoder(spec), BlockPool(pages, PAGE))
         self.cache.reserve(spec.num_kv_heads, spec.head_dim, torch.bfloat16, self.fused.device)
         for layer in range(spec.num_layers):
             for stored in self.cache.stored(layer):
                 stored.normal_()
         table = torch.arange(pages, dtype=torch.int32, device=device)[None]
-        tile = torch.tensor([[0, 0, CONTEXT, 1]], dtype=torch.int32, device=device)
-        at = torch.tensor([CONTEXT], device=device)
+        tile = torch.tensor([[0, 0, context, 1]], dtype=torch.int32, device=device)
+        at = torch.tensor([context], device=device)
         self.rows = RowPlacement(at, at, table, (AttentionTiles(tile, 1, 32),))
         self.token = torch.tensor([5], device=device)
 
@@ -205,17 +206,26 @@ def compile_all(cases: Sequence[str], stamps: bool) -> None:
         list(pool.map(lambda of: row_step._kernel(device, of[0], RowStepPlan(), of[1]), wanted))
 
 
-def run_case(name: str, bandwidth: float, variants: bool, quick: bool) -> None:
+def run_case(name: str, contexts: Sequence[int], bandwidth: float, variants: bool, quick: bool) -> None:
+    _, spec, blocks, head = CASES[name]
+    model = build(dataclasses.replace(spec, max_positions=max(spec.max_positions, *contexts) + PAGE), blocks, head)
+    for context in contexts:
+        with attempt(f"{name} with {context} tokens"):
+            run_step(name, Step(model, context), context, bandwidth, variants, quick)
+
+
+def run_step(name: str, step: Step, context: int, bandwidth: float, variants: bool, quick: bool) -> None:
     label, spec, blocks, head = CASES[name]
-    step = Step(spec, blocks, head)
-    num_bytes = step_bytes(step.model, 1, CONTEXT)
+    num_bytes = step_bytes(step.model, 1, context)
     least = num_bytes / bandwidth * 1e6
-    config = {"model": label, "batch": 1, "context": CONTEXT, "blocks": blocks, "head": head}
+    config = {"model": label, "batch": 1, "context": context, "blocks": blocks, "head": head}
 
     def note(case: str, samples: list[float], **quality: Any) -> None:
         median = statistics.median(samples)
         print(
-            f"{label}, {blocks}, {case}: {median:,.1f} us, {least / median:.0%} of the bound {least:,.1f}", flush=True
+            f"{label}, {blocks}, {context} tokens, {case}: {median:,.1f} us, {least / median:.0%} of the bound "
+            f"{least:,.1f}",
+            flush=True,
         )
         record(
             bench=BENCH, case=case, metric="step_us", unit="us", samples=samples, baseline="bytes at the copy's speed",
@@ -267,7 +277,8 @@ def run_case(name: str, bandwidth: float, variants: bool, quick: bool) -> None:
 
 def table() -> str:
     """One row a model and its weights: a step kernel by kernel, in one kernel, and what its bytes need."""
-    found = {(n["config"]["model"], n["config"]["blocks"], n["case"]): n for n in newest(BENCH)}
+    lines = [n for n in newest(BENCH) if n["config"]["context"] == CONTEXT]
+    found = {(n["config"]["model"], n["config"]["blocks"], n["case"]): n for n in lines}
     rows = []
     for label, _, blocks, _ in CASES.values():
         many, one = (found.get((label, blocks, case)) for case in ("kernel by kernel", "one kernel"))
@@ -292,6 +303,7 @@ def table() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--contexts", nargs="*", type=int, default=[CONTEXT], help="tokens before the step's")
     parser.add_argument("--variants", action="store_true", help="time other plans of the one-kernel step as well")
     parser.add_argument("--quick", action="store_true", help="neither kernels nor parts of a layer; nothing to draw")
     args = parser.parse_args()
@@ -302,7 +314,7 @@ def main() -> None:
     print(f"copy: {bandwidth / 1e12:.2f} TB/s", flush=True)
     for name in args.cases:
         with attempt(name), torch.no_grad():
-            run_case(name, bandwidth, args.variants, args.quick)
+            run_case(name, args.contexts, bandwidth, args.variants, args.quick)
 
 
 if __name__ == "__main__":

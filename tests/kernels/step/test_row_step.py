@@ -8,6 +8,7 @@ import dataclasses
 import itertools
 import math
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
@@ -150,13 +151,22 @@ class OnCpu:
         return result
 
 
+def normed(case: Case, dtype: torch.dtype) -> Case:
+    """With norms in the compute dtype where they are not in fp32."""
+    kinds = {torch.bfloat16: dtype}
+    return dataclasses.replace(
+        case, norm=kinds.get(case.norm, case.norm), head_norm=kinds.get(case.head_norm, case.head_norm)
+    )
+
+
+def compile_ahead(case: Case, plan: RowStepPlan, dtype: torch.dtype) -> None:
+    _, mine, head, _, layout = made(normed(case, dtype), dtype, "cuda")
+    RowStep(mine, head, *EPS, layout=layout, plan=plan)
+
+
 def check(case: Case, plan: RowStepPlan, dtype: torch.dtype, device: str = "cpu", folder: Path | None = None) -> None:
     """Steps at several positions, and one of padding: logits, and what is written to the cache."""
-    if dtype == torch.float16:  # norms in the compute dtype or in fp32
-        kinds = {torch.bfloat16: dtype}
-        case = dataclasses.replace(
-            case, norm=kinds.get(case.norm, case.norm), head_norm=kinds.get(case.head_norm, case.head_norm)
-        )
+    case = normed(case, dtype)
     dense, mine, head, table, layout = made(case, dtype, device)
     step = OnCpu(folder, mine, head, layout, plan) if folder else RowStep(mine, head, *EPS, layout=layout, plan=plan)
     worse = 3.0 if case.format else 1.5  # packed: x is rounded after its norm as well
@@ -196,8 +206,8 @@ CASES = [
         RowStepPlan(warps=4, splits=2, share_keys=16, watched=100),
     ),
     (
-        Case(64, 320, 2, 1, 64, 34, 1, torch.float32, bias=True, positions=(20,), format="int2:g64"),
-        RowStepPlan(warps=2, slice=64, splits=1),
+        Case(512, 1024, 8, 2, 64, 34, 1, torch.float32, bias=True, positions=(20,), format="int2:g64"),
+        RowStepPlan(warps=2, slice=512, splits=1),
     ),
     (Case(128, 64, 2, 1, 64, 0, 1, positions=(20,), format="int3:g64"), RowStepPlan(warps=2, splits=1)),
 ]
@@ -213,17 +223,30 @@ def test_the_source_on_the_cpu(case: tuple[Case, RowStepPlan], tmp_path: Path) -
     check(*case, torch.bfloat16, folder=tmp_path)
 
 
+# Whole widths, and a context for which the keys of a head are shared out.
+LARGE = [
+    Case(576, 1536, 9, 3, 64, 49152, 30, positions=(0, 5, 129, 1000, 4000)),
+    *(
+        Case(4096, 14336, 32, 8, 128, 1000, 1, positions=(0, 700, 9000), format=label, coded_head=bool(label))
+        for label in (None, "int4:g128", "int2:g64")
+    ),
+]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_kernel_on_the_gpu(dtype: torch.dtype) -> None:
-    for case, _ in CASES:
-        for short_keys in (0, 16, 512):
-            check(case, RowStepPlan(share_keys=16, short_keys=short_keys), dtype, "cuda")
-    check(Case(576, 1536, 9, 3, 64, 49152, 30, positions=(0, 5, 129, 1000, 4000)), RowStepPlan(), dtype, "cuda")
-    wide = Case(4096, 14336, 32, 8, 128, 1000, 2, positions=(0, 700))
-    for format in (None, "int4:g128", "int2:g64"):
-        check(dataclasses.replace(wide, format=format, coded_head=bool(format)), RowStepPlan(), dtype, "cuda")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
+def test_the_kernel_on_the_gpu(large: bool, dtype: torch.dtype) -> None:
+    if large:
+        for case in LARGE:
+            check(case, RowStepPlan(), dtype, "cuda")
+        return
+    runs = [(case, RowStepPlan(share_keys=16, short_keys=keys)) for case, _ in CASES for keys in (0, 16, 512)]
+    with ThreadPoolExecutor() as pool:  # a kernel takes some seconds
+        list(pool.map(lambda of: compile_ahead(*of, dtype), runs))
+    for case, plan in runs:
+        check(case, plan, dtype, "cuda")
 
 
 def test_shapes_that_the_kernel_takes() -> None:

@@ -25,6 +25,8 @@
 //   EARLY_KEYS 1: those few keys are asked for when the layer begins, too; they may be in L2 already
 //   HEAD 1: with the head, of dense weights; 2: of 8-bit codes with a scale (HEAD_SCALE16: bf16) and a zero for each row;
 //   0: the residual stream is the result   HEAD_NORM 0 or 1   NORM32, HEAD_NORM32 1: norm weights in fp32
+//   CHUNKED: RUN chunks of a piece   LOG_MODEL, LOG_ATTENDED, LOG_INNER of the warps that share rows of D_MODEL, ATTENDED and
+//   D_FF inputs   PIPED 1: the next piece is read while this one is multiplied
 //   WATCHED inputs from which on one warp looks for them first   SPIN nanoseconds between two looks at a word
 //   STAMPS 1: write times
 #define THREADS (WARPS * 32)
@@ -44,11 +46,11 @@ constexpr bool coded(int kind) { return HEAD == 2 && kind == Head; }  // bytes w
 constexpr int chunks_of(int kind) { return (inputs_of(kind) + 127) / 128; }
 constexpr int rows_of(int kind) { return chunked(kind) ? 16 : 2; }  // outputs that stay together
 constexpr int log_slices(int kind) {  // of the number of warps that share a row, or 16 rows
+#if CHUNKED
+    if (kind != Head) return kind == Output ? LOG_ATTENDED : kind == Down ? LOG_INNER : LOG_MODEL;
+#endif
     int log = 0;
-    if (chunked(kind))
-        while (2 << log <= WARPS && 2 << log <= chunks_of(kind)) log++;
-    else
-        while (inputs_of(kind) > (coded(kind) ? 1024 : SLICE) << log) log++;
+    while (inputs_of(kind) > (coded(kind) ? 1024 : SLICE) << log) log++;
     return log;
 }
 // All parts of a step run through the same code, which has to stay in the instruction cache: kinds are numbers at run time.
@@ -56,8 +58,6 @@ INLINE int slices_log(const int kind) {
     return kind == Down ? log_slices(Down) : kind == Output ? log_slices(Output) : kind == Head ? log_slices(Head) : log_slices(Up);
 }
 static_assert(log_slices(Qkv) == log_slices(Up), "products of equal inputs");
-constexpr bool in_pairs(int kind) { return chunks_of(kind) % (2 << log_slices(kind)) == 0; }
-#define RUN (in_pairs(Output) && in_pairs(Up) && in_pairs(Down) ? 2 : 1)  // chunks of a piece
 constexpr int part_of(int kind) { return inputs_of(kind) >> log_slices(kind); }
 
 struct Layer {  // as row_step.py writes it
@@ -231,6 +231,34 @@ INLINE void watch(const Step& s, const uint2* in, const u32 tag, const int width
 }
 INLINE float square_of(const u32 pair) { return widen_low(pair) * widen_low(pair) + widen_high(pair) * widen_high(pair); }
 
+// Four inputs at a time, from words of this tag or `plain` numbers, to where `store` puts them; and the sum of their squares.
+// A thread asks for 8 times 16 bytes before it waits, and those of a warp lie side by side.
+template <class Store> INLINE void take_inputs(Step& s, const uint2* in, const u16* plain, const u32 tag, const int quads,
+                                               const bool normed, Store store) {
+    if (!plain) watch(s, in, tag, quads * 4);
+    float square = 0.f;
+    #pragma unroll 1
+    for (int e = threadIdx.x; e < quads; e += THREADS * 8) {
+        uint4 got[8];
+        #pragma unroll
+        for (int u = 0; u < 8; u++) {
+            const int q = e + u * THREADS;
+            if (q < quads && !plain) got[u] = load_now4(in + 2 * q);
+        }
+        #pragma unroll
+        for (int u = 0; u < 8; u++) {
+            const int q = e + u * THREADS;
+            if (q >= quads) continue;
+            const uint2 x = plain ? load_now2(plain + 4 * q) : await_words(in + 2 * q, tag, got[u]);
+            store(q, x);
+            if (normed) square += square_of(x.x) + square_of(x.y);
+        }
+    }
+    if (!normed) return;
+    square = add_lanes(square, 32);
+    if (s.lane == 0) s.squares[s.warp] = square;
+}
+
 // part[row * slices + slice] = the sums of all rows of this block's share, with x from words of this tag or `plain` numbers.
 constexpr int PART = CHUNKED ? part_of(Head) : most(most(part_of(Up), part_of(Output)), most(part_of(Down), part_of(Head)));
 INLINE void multiply_dense(Step& s, const int kind, const uint2* in, const u16* plain, const u32 tag, const void* norm,
@@ -254,29 +282,7 @@ INLINE void multiply_dense(Step& s, const int kind, const uint2* in, const u16* 
                 by[p][i] = v.x, by[p][i + 1] = v.y, by[p][i + 2] = v.z, by[p][i + 3] = v.w;
             }
     }
-    if (!plain) watch(s, in, tag, width);
-    float square = 0.f;
-    #pragma unroll 1
-    for (int e = threadIdx.x; e < quads; e += THREADS * 8) {
-        uint4 got[8];
-        #pragma unroll
-        for (int u = 0; u < 8; u++) {
-            const int q = e + u * THREADS;
-            if (q < quads && !plain) got[u] = load_now4(in + 2 * q);
-        }
-        #pragma unroll
-        for (int u = 0; u < 8; u++) {
-            const int q = e + u * THREADS;
-            if (q >= quads) continue;
-            const uint2 x = plain ? load_now2(plain + 4 * q) : await_words(in + 2 * q, tag, got[u]);
-            *(uint2*)(s.x_s + 2 * q) = x;
-            if (normed) square += square_of(x.x) + square_of(x.y);
-        }
-    }
-    if (normed) {
-        square = add_lanes(square, 32);
-        if (s.lane == 0) s.squares[s.warp] = square;
-    }
+    take_inputs(s, in, plain, tag, quads, normed, [&](const int q, const uint2 x) { *(uint2*)(s.x_s + 2 * q) = x; });
     __syncthreads();
     STAMP(1);
     float x[pieces][8], inputs = 0.f;
@@ -375,61 +381,45 @@ INLINE void multiply_chunks(Step& s, const int kind, const uint2* in, const u16*
     const bool normed = norm != nullptr;
     char* const x_s = (char*)s.x_s;
     float4* const sums = (float4*)(x_s + X_SUMS);  // of a group: the sum of its high digits, what one is worth, the same for low
-    if (!plain) watch(s, in, tag, width);
-    float square = 0.f;
-    auto first_input = [&](const int word) { return BY_STEP ? word * 16 : word / 2 * 32 + word % 2 * 8; };
-    constexpr int together = 2;  // words that a thread asks for before it waits for the first
-    uint4 got[together][2][2];
-    auto load = [&](const int e0) {
+    // The 16 inputs of a word of digits wait where its digits will be: inputs 8 i to 8 i + 7 of it in the places of digit i.
+    auto digit_at = [&](const int word, const int i, const int c) { return (u32*)(x_s + word / 4 * X_GROUP + word % 4 * 4 + i * 64 + c * 16); };
+    auto place = [&](const int q, const uint2 x) {
+        const int word = BY_STEP ? q / 4 : q / 8 * 2 + q / 2 % 2, i = BY_STEP ? q / 2 % 2 : q / 4 % 2, c = q % 2 * 2;
+        *digit_at(word, i, c) = x.x, *digit_at(word, i, c + 1) = x.y;
+    };
+    for (int q = width / 4 + threadIdx.x; q < chunks * 32; q += THREADS) place(q, make_uint2(0, 0));  // fills the last chunk
+    u32 by[2][4 * (1 + NORM32)];  // weights of the norm for the 16 inputs of a word, which no block writes
+    auto load_norm = [&](const int word) {
         #pragma unroll
-        for (int n = 0; n < together * 4; n++) {
-            const int word = e0 + n / 4 * THREADS + s.lane, k = first_input(word) + n / 2 % 2 * apart + n % 2 * 4;
-            if (word < chunks * 8 && k < width && !plain) got[n / 4][n / 2 % 2][n % 2] = load_now4(in + k / 2);
+        for (int n = 0; n < 8 * (1 + NORM32); n += 4) {
+            const int i = n / (4 * (1 + NORM32)), at = n % (4 * (1 + NORM32));
+            const int k = (BY_STEP ? word * 16 : word / 2 * 32 + word % 2 * 8) + i * apart;
+            uint4 v = make_uint4(0, 0, 0, 0);
+            if (normed && k < width) v = *(const uint4*)((const char*)norm + k * (2 + 2 * NORM32) + at * 4);
+            by[i][at] = v.x, by[i][at + 1] = v.y, by[i][at + 2] = v.z, by[i][at + 3] = v.w;
         }
     };
+    load_norm(threadIdx.x);
+    take_inputs(s, in, plain, tag, width / 4, normed, place);
+    __syncthreads();
     #pragma unroll 1
-    for (int e = s.warp * 32, turn = 0; e < chunks * 8; e += THREADS, turn = (turn + 1) % together) {
-        if (turn == 0) load(e);
-        const int word = e + s.lane, k0 = first_input(word);
+    for (int e = s.warp * 32; e < chunks * 8; e += THREADS) {
+        const int word = e + s.lane;
         const bool inside = word < chunks * 8;
         u32 x[2][4];
-        float by[16];
         #pragma unroll
-        for (int i = 0; i < 2; i++) {  // 8 inputs
-            const int k = k0 + i * apart;
-            x[i][0] = x[i][1] = x[i][2] = x[i][3] = 0;
-            #pragma unroll
-            for (int n = 0; n < 8; n++) by[i * 8 + n] = 0.f;
-            if (!inside || k >= width) continue;
-            if (normed)
-#if NORM32
-                #pragma unroll
-                for (int n = 0; n < 8; n++) by[i * 8 + n] = ((const float*)norm)[k + n];
-#else
-                eight(by + i * 8, *(const uint4*)((const u16*)norm + k));
-#endif
-        }
-        #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const int k = k0 + i * apart;
-            if (!inside || k >= width) continue;
-            #pragma unroll
-            for (int n = 0; n < 2; n++) {
-                uint4 first = got[0][i][n];
-                #pragma unroll
-                for (int of = 1; of < together; of++)
-                    if (turn == of) first = got[of][i][n];  // registers have no index
-                const uint2 two = plain ? load_now2(plain + k + n * 4) : await_words(in + k / 2 + n * 2, tag, first);
-                x[i][n * 2] = two.x, x[i][n * 2 + 1] = two.y;
-            }
-        }
-        if (normed)
+        for (int n = 0; n < 8; n++) x[n / 4][n % 4] = inside ? *digit_at(word, n / 4, n % 4) : 0;
+        if (normed) {
             #pragma unroll
             for (int n = 0; n < 8; n++) {
                 u32& pair = x[n / 4][n % 4];
-                square += square_of(pair);
-                pair = narrow2(widen_low(pair) * by[2 * n], widen_high(pair) * by[2 * n + 1]);
+                const u32* const two = by[n / 4] + n % 4 * (1 + NORM32);
+                const float low = NORM32 ? __uint_as_float(two[0]) : widen_low(two[0]);
+                const float high = NORM32 ? __uint_as_float(two[NORM32]) : widen_high(two[0]);
+                pair = narrow2(widen_low(pair) * low, widen_high(pair) * high);
             }
+            load_norm(word + THREADS);
+        }
         u32 top = 0;
         #pragma unroll
         for (int n = 0; n < 8; n++) top = max_abs2(top, x[n / 4][n % 4]);
@@ -437,13 +427,12 @@ INLINE void multiply_chunks(Step& s, const int kind, const uint2* in, const u16*
         for (int i = 1; i < 8; i *= 2) top = max_abs2(top, __shfl_xor_sync(~0u, top, i));
         const Digits digits(top);
         int sum_high = 0, sum_low = 0;
-        char* const to = x_s + word / 4 * X_GROUP + word % 4 * 4;
         #pragma unroll
         for (int c = 0; c < 4; c++) {
             u32 high, low;
             digits.split(x[0][c], x[1][c], high, low);
             sum_low = __dp4a((int)low, 0x01010101, sum_low), sum_high = __dp4a((int)high, 0x01010101, sum_high);
-            if (inside) *(u32*)(to + c * 16) = high, *(u32*)(to + 64 + c * 16) = low;
+            if (inside) *digit_at(word, 0, c) = high, *digit_at(word, 1, c) = low;
         }
         int sum = sum_high * 65536 + sum_low;  // two numbers of 16 bits
         #pragma unroll
@@ -451,61 +440,70 @@ INLINE void multiply_chunks(Step& s, const int kind, const uint2* in, const u16*
         if (inside && word % (GROUP / 16) == 0)
             sums[word / (GROUP / 16)] = {(float)((sum + 0x8000) >> 16), digits.unit, (float)(short)sum, digits.unit * (1.f / LOW_UNITS)};
     }
-    if (normed) {
-        square = add_lanes(square, 32);
-        if (s.lane == 0) s.squares[s.warp] = square;
-    }
     __syncthreads();
     STAMP(1);
     const int slice = s.warp & (slices - 1), g = s.lane >> 2, t = s.lane & 3;
     const char* const x_column = x_s + (g < 4 ? 0 : 64) + t * 16;
     const float2* const of = (const float2*)sums + (t >> 1);  // lanes of odd t repeat those of even t
+    const int each = (chunks / run - slice + slices - 1) >> log;  // pieces of a tile
+    int tile = s.warp >> log;
+    const int all = tile < rows / 16 ? ((rows / 16 - tile - 1) / (WARPS >> log) + 1) * each : 0;
+    int to_take = all;
+    struct Piece { u32 w[run][NW], grid[run][NG][2]; };
+    auto take = [&](Piece& to) {
+        const char* const piece = s.ring + s.stream.await();
+        #pragma unroll
+        for (int n = 0; n < run; n++) {
+            load_words(to.w[n], piece + n * CHUNK, s.lane);
+            #pragma unroll
+            for (int q = 0; q < NG * 2; q++)
+                to.grid[n][q / 2][q % 2] = *(const u32*)(piece + n * CHUNK + CODES + q / 2 * 64 + g * 4 + q % 2 * 32);
+        }
+        __syncwarp();  // all have read the piece
+        s.owed = --to_take == 0;
+        if (!s.owed) s.stream.reuse();
+    };
+    Piece next;
+    if (PIPED && all) take(next);
+    float acc[2] = {0.f, 0.f};
+    int c0 = slice * run;
     #pragma unroll 1
-    for (int tile = s.warp >> log; tile < rows / 16; tile += WARPS >> log) {
-        float acc[2] = {0.f, 0.f};
-        #pragma unroll 1
-        for (int c0 = slice * run; c0 < chunks; c0 += slices * run) {
-            u32 x[run][8], w[run][NW], grid[run][NG][2];
+    for (int left = all; left > 0; left--) {
+        if (!PIPED) take(next);
+        const Piece now = next;
+        u32 x[run][8];
+        #pragma unroll
+        for (int n = 0; n < run * 2; n++) {
+            const uint4 v = *(const uint4*)(x_column + (c0 * 2 + n) * X_GROUP);
+            u32* const to = x[n / 2] + n % 2 * 4;
+            to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
+        }
+        if (PIPED && left > 1) take(next);
+        #pragma unroll
+        for (int nq = 0; nq < run * NG; nq++) {
+            const int n = nq / NG, q = nq % NG;
+            int sum[4] = {0x4b400000, 0x4b400000, 0x4b400000, 0x4b400000};
             #pragma unroll
-            for (int n = 0; n < run * 2; n++) {
-                const uint4 v = *(const uint4*)(x_column + (c0 * 2 + n) * X_GROUP);
-                u32* const to = x[n / 2] + n % 2 * 4;
-                to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
+            for (int i = q * (4 / NG); i < (q + 1) * (4 / NG); i++) {  // 32 inputs
+                u32 a[4];
+                code_bytes(a, now.w[n], i);
+                mma_bytes(sum, a, x[n][2 * i], x[n][2 * i + 1]);
             }
-            const char* const piece = s.ring + s.stream.await();
+            const float2 digit = of[(c0 * NG + nq) * 2];
             #pragma unroll
-            for (int n = 0; n < run; n++) {
-                load_words(w[n], piece + n * CHUNK, s.lane);
-                #pragma unroll
-                for (int q = 0; q < NG * 2; q++)
-                    grid[n][q / 2][q % 2] = *(const u32*)(piece + n * CHUNK + CODES + q / 2 * 64 + g * 4 + q % 2 * 32);
-            }
-            __syncwarp();  // all have read the piece
-            s.owed = c0 + slices * run >= chunks && tile + (WARPS >> log) >= rows / 16;
-            if (!s.owed) s.stream.reuse();
-            #pragma unroll
-            for (int nq = 0; nq < run * NG; nq++) {
-                const int n = nq / NG, q = nq % NG;
-                int sum[4] = {0x4b400000, 0x4b400000, 0x4b400000, 0x4b400000};
-                #pragma unroll
-                for (int i = q * (4 / NG); i < (q + 1) * (4 / NG); i++) {  // 32 inputs
-                    u32 a[4];
-                    code_bytes(a, w[n], i);
-                    mma_bytes(sum, a, x[n][2 * i], x[n][2 * i + 1]);
-                }
-                const float2 digit = of[(c0 * NG + nq) * 2];
-                #pragma unroll
-                for (int h = 0; h < 2; h++) {
-                    const float zero = high_half_float(grid[n][q][h]) * (h ? BYTE_RS : 1);
-                    acc[h] += scale_float(grid[n][q][h]) * digit.y * (__int_as_float(sum[2 * h]) - (zero * digit.x + SHIFTED));
-                }
+            for (int h = 0; h < 2; h++) {
+                const float zero = high_half_float(now.grid[n][q][h]) * (h ? BYTE_RS : 1);
+                acc[h] += scale_float(now.grid[n][q][h]) * digit.y * (__int_as_float(sum[2 * h]) - (zero * digit.x + SHIFTED));
             }
         }
+        if ((c0 += slices * run) < chunks) continue;
         #pragma unroll
         for (int h = 0; h < 2; h++) {
             const float both = acc[h] + __shfl_xor_sync(~0u, acc[h], 2);
             if (t == 0) s.part[(tile * 16 + g + 8 * h) * slices + slice] = h ? both * (1.f / BYTE_RS) : both;
+            acc[h] = 0.f;
         }
+        c0 = slice * run, tile += WARPS >> log;
     }
 }
 #endif
@@ -521,11 +519,14 @@ INLINE void product(Step& s, const int kind, const uint2* in, const u16* plain, 
     STAMP(0);
     if (mine.count == 0) return;
     float added[2][2] = {{0.f, 0.f}, {0.f, 0.f}};  // biases, of gate and up
-    if (bias && t * 2 < mine.count)
+    auto load_bias = [&](const int e) {
+        if (!bias || e >= mine.count) return;
         for (int n = 0; n < (kind == Up ? 2 : 1); n++) {
-            const u32 pair = *(const u32*)(bias + n * D_FF + mine.first + t * 2);
+            const u32 pair = *(const u32*)(bias + n * D_FF + mine.first + e);
             added[n][0] = widen_low(pair), added[n][1] = widen_high(pair);
         }
+    };
+    load_bias(t * 2);
 #if CHUNKED
     if (kind != Head) multiply_chunks(s, kind, in, plain, in_tag, norm, rows, stamps);
 #endif
@@ -573,6 +574,7 @@ INLINE void product(Step& s, const int kind, const uint2* in, const u16* plain, 
             if (adds) residual[0] = widen_low(pair), residual[1] = widen_high(pair);
             store_now2(out + (mine.first + e) / 2, pair, tag);
         }
+        load_bias(e + THREADS * 2);
     }
     STAMP(3);
     if (s.owed) s.stream.reuse();  // finding the next product takes a while: not before others can go on

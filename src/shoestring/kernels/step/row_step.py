@@ -132,6 +132,8 @@ class RowStepPlan:
     dependent: int = 1  # 1: started while the kernel before drains
     cooperative: int = 1  # 1: all blocks are placed at once
     watched: int = 2048  # inputs from which on one warp looks for them before all others do
+    run: int = 4  # chunks of a piece of packed weights, at most
+    piped: int = 1  # 1: the next piece is read while this one is multiplied
 
     def dense_slice(self, shape: StepShape) -> int:
         if self.slice:
@@ -140,21 +142,34 @@ class RowStepPlan:
 
     def slices(self, shape: StepShape, width: int, head: bool = False) -> int:
         """Warps that share a row, or the 16 rows of a chunk."""
+        if shape.layout is not None and not head:
+            return self.chunk_slices(width, self.chunk_run(shape))
         num = 1
-        if shape.layout is None or head:
-            while width > num * (CODED_SLICE if head and shape.head_scale else self.dense_slice(shape)):
-                num *= 2
-        else:
-            while 2 * num <= min(self.warps, ceil_div(width, CHUNK_WIDTH)):
-                num *= 2
+        while width > num * (CODED_SLICE if head and shape.head_scale else self.dense_slice(shape)):
+            num *= 2
         return num
+
+    def chunk_slices(self, width: int, run: int) -> int:
+        """Warps that share 16 rows of chunks in pieces of `run`: all get as many where a piece is longer than one."""
+        pieces, num = ceil_div(width, CHUNK_WIDTH) // run, 1
+        while 2 * num <= min(self.warps, pieces) and (run == 1 or pieces % (2 * num) == 0):
+            num *= 2
+        return num
+
+    def chunk_run(self, shape: StepShape) -> int:
+        """Chunks of a piece: as many as leave at least half of the warps to share 16 rows."""
+
+        def usable(run: int) -> bool:
+            even = all(ceil_div(width, CHUNK_WIDTH) % run == 0 for width in shape.widths)
+            return even and all(2 * self.chunk_slices(width, run) >= self.warps for width in shape.widths)
+
+        return next((run for run in (4, 2) if run <= self.run and usable(run)), 1)
 
     def slot_bytes(self, shape: StepShape) -> int:
         """Of the largest piece."""
         pieces = [2 * width // self.slices(shape, width) for width in shape.widths]
         if shape.layout is not None:
-            runs = (ceil_div(w, CHUNK_WIDTH) % (2 * self.slices(shape, w)) == 0 for w in shape.widths)
-            pieces = [shape.layout.chunk_bytes * (2 if two else 1) for two in runs]
+            pieces = [shape.layout.chunk_bytes * self.chunk_run(shape)]
         if shape.vocab:
             pieces.append(
                 (1 if shape.head_scale else 2) * shape.d_model // self.slices(shape, shape.d_model, head=True)
@@ -262,8 +277,17 @@ def num_words(shape: StepShape, plan: RowStepPlan) -> int:
 
 
 def row_step_macros(shape: StepShape, plan: RowStepPlan, limits: DeviceLimits, stamps: bool) -> dict[str, int]:
+    chunked: dict[str, int] = {}
+    if shape.layout is not None:
+        logs = [plan.slices(shape, width).bit_length() - 1 for width in shape.widths]
+        chunked = {
+            **shape.layout.macros(shape.dtype),
+            "RUN": plan.chunk_run(shape),
+            "PIPED": plan.piped,
+            **dict(zip(("LOG_MODEL", "LOG_ATTENDED", "LOG_INNER"), logs, strict=True)),
+        }
     return {
-        **({} if shape.layout is None else shape.layout.macros(shape.dtype)),
+        **chunked,
         "CHUNKED": int(shape.layout is not None),
         "HEAD": (2 if shape.head_scale else 1) if shape.vocab else 0,
         "HEAD_SCALE16": int(shape.head_scale == torch.bfloat16),
