@@ -6,8 +6,8 @@
     python -m benchmarks.decode_timeline --variants            and other plans of the one-kernel step
     python -m benchmarks.decode_timeline --quick --contexts 256 4096 16384
 
-One request with 256 tokens of context (or those asked for), shapes with random weights, the step from the token to the logits as a CUDA
-graph. Two ways:
+One request with 256 tokens of context (or those asked for), shapes with random weights, the step from the token to
+the logits as a CUDA graph. Two ways:
 
     kernel by kernel   the kernels of a layer in the middle, by torch's profiler: when each began and ended. The
                        profiler keeps launches from overlapping as much as they do without it, so the time of a step
