@@ -9,6 +9,7 @@ import struct
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,10 +22,12 @@ from shoestring.errors import UserError
 from shoestring.evals.tasks import read_task
 from shoestring.formats import convert, pack, parse_format
 from shoestring.hardware.plan_table import read_plans
+from shoestring.host.arena import _GEOMETRY as GEOMETRY
 from shoestring.host.arena import Arena
 from shoestring.host.checksums import checksum
 from shoestring.json_files import read_object
 from shoestring.kernels.lowbit.few_rows import FewRowsPlan
+from shoestring.mesh import Mesh
 from shoestring.model import Tokenizer, load_model, save_model
 from shoestring.model.chat import fault, render
 from shoestring.model.compressed_tensors import save_compressed_tensors
@@ -45,9 +48,12 @@ from shoestring.shrink.self_text import read_prompts
 from shoestring.state.boxes import Box, local_box
 from shoestring.state.checkpoint import load_checkpoint, save_checkpoint
 from shoestring.state.checkpoint_files import HOST_FORMAT, HOST_MANIFEST, MANIFEST, seal
+from shoestring.state.levels import xor_sets
+from shoestring.state.levels.checkpointer import LevelCheckpointer
 from shoestring.state.levels.drain import drain
 from shoestring.state.levels.host_folder import arena_path, list_copies
 from shoestring.state.levels.restore import Offer, plan_pieces, read_offer
+from shoestring.state.levels.settings import CheckpointConfig, LevelsConfig
 from shoestring.state.levels.version import HeldBox, HeldCopy, dump_index, sum_of_names
 from shoestring.state.manifest import read_manifest
 from shoestring.state.reshard.layouts import REPLICATE, BoxLayout, MeshLayout, shard
@@ -436,6 +442,7 @@ def make_arena(folder: Path) -> None:
     whole.release()
     arena.commit(0, 1, 3, dump_index(summed))
     arena.close()
+    make_parity(folder, summed)
     entries = list_copies(folder)[0]
     with ThreadPoolExecutor(1) as pool:
         drain(entries, folder / "step-00000003", pool)
@@ -446,11 +453,61 @@ def make_arena(folder: Path) -> None:
     (folder / "step-00000003" / HOST_MANIFEST).write_bytes(seal(body))
 
 
+def make_parity(folder: Path, copy: HeldCopy) -> None:
+    """Of a set of two ranks that hold the same."""
+    arena = Arena.create(arena_path(folder, 1, 2, "parity"), 4000, copy.num_bytes)
+    index = {
+        **{"format": xor_sets.FORMAT, "version": xor_sets.VERSION, "step": copy.step, "life": copy.life},
+        **{"position": 1, "members": [0, 1], "world_size": 2, "segment_bytes": copy.num_bytes},
+        **{"algorithm": arena.algorithm, "chunk_bytes": copy.chunk_bytes},
+        "chunks": [checksum(bytes(copy.num_bytes), arena.algorithm)],
+        "indexes": [dump_index(replace(copy, rank=r, world_size=2)) for r in range(2)],
+    }
+    arena.commit(0, 1, copy.step, index)
+    arena.close()
+
+
+def forged_index(folder: Path, rng: random.Random) -> str:
+    """Hostile values in the index of a copy or of a parity, under checksums that fit."""
+    path = rng.choice([arena_path(folder, 0, 1), arena_path(folder, 1, 2, "parity")])
+    arena = Arena.open(path)
+    root, told = damage_value(arena.versions()[0].index, rng)
+    text = hostile_json(root).encode(errors="replace")[: arena.index_bytes]
+    arena._commit_text(0, 2, 3, text)
+    arena.close()
+    return f"{path.name}: forged{told}"
+
+
+def forged_geometry(folder: Path, rng: random.Random) -> str:
+    """Huge and odd sizes, under a checksum that fits."""
+    path = rng.choice([arena_path(folder, 0, 1), arena_path(folder, 1, 2, "parity")])
+    fields = list(GEOMETRY.unpack(path.read_bytes()[: GEOMETRY.size]))
+    which, new = rng.randrange(1, len(fields)), rng.choice([0, 1, 3, 2**31 - 1, 2**20])
+    fields[which] = new if which < 3 else rng.choice([new, 2**45, 2**62, 2**64 - 1])
+    head = GEOMETRY.pack(*fields)
+    with path.open("r+b") as file:
+        file.write(head + checksum(head).encode().ljust(16, b"\0"))
+    return f"{path.name}: geometry {fields}"
+
+
+def use_remote(folder: Path) -> None:
+    """What a run does that finds nothing on its own machine: fetch the newest checkpoint, and read it."""
+    settings = CheckpointConfig(checkpoint="auto", levels=LevelsConfig(remote=f"file://{folder}", remote_timeout_s=5.0))
+    saver = LevelCheckpointer(folder / "fetched", settings)
+    if saver._fetch_remote(SimpleNamespace(mesh=Mesh(0, 1, torch.device("cpu")), log=None), []):
+        use_checkpoint(folder / "fetched")
+
+
 def use_arena(folder: Path) -> None:
-    """What a resumed run does with a host's copies in memory; then with the host's share on disk."""
+    """What a resumed run does with a host's copies and parities in memory; then with the host's share on disk."""
     copies, problems = list_copies(folder)
-    for problem in problems:
+    parities, more = xor_sets.list_parities(folder, "h")
+    for problem in (*problems, *more):
         raise UserError(problem)
+    with ThreadPoolExecutor(1) as pool:
+        for parity in parities:
+            if (damaged := xor_sets.parity_damage(parity, pool)) is not None:
+                raise UserError(damaged)
     for entry in copies:
         tensors = {"w": torch.zeros(4, 3), "n": torch.zeros(2, dtype=torch.int64)}
         offer = Offer("memory", "h", str(entry.path), entry.copy, entry.slot, entry.sequence)
@@ -703,8 +760,16 @@ KINDS: tuple[Kind, ...] = (
         (
             *on("rank-00000-of-00001.arena", "bytes", "bytes", "bytes", "entry", head=20000),
             *on("step-00000003/host.json", "json", "bytes", "entry"),
+            *(forged_index,) * 4,
+            forged_geometry,
         ),
         use_arena,
+    ),
+    Kind(
+        "checkpoint in remote storage",
+        make_checkpoint,
+        (*on("step-00000003/manifest.json", "json", "bytes"), *(forged_manifest,) * 4),
+        use_remote,
     ),
     Kind(
         "checkpoint",

@@ -191,7 +191,9 @@ class Arena:
 
     def commit(self, slot: int, sequence: int, step: int, index: dict[str, Any]) -> None:
         """After the slot's bytes: index, then record. From the last byte of the record on the slot counts."""
-        text = json.dumps(index, separators=(",", ":")).encode()
+        self._commit_text(slot, sequence, step, json.dumps(index, separators=(",", ":")).encode())
+
+    def _commit_text(self, slot: int, sequence: int, step: int, text: bytes) -> None:
         if len(text) > self.index_bytes:
             raise IndexTooLargeError(len(text))
         begin = self._index_at(slot)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
+import os
 import re
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,8 +23,10 @@ from shoestring.errors import UserError
 from shoestring.host.arena import Arena
 from shoestring.runlog import RunLog
 from shoestring.state.checkpoint import Checkpointer, latest_step
+from shoestring.state.levels import snapshot
 from shoestring.state.levels.agent import agent_pid
 from shoestring.state.levels.checkpointer import LevelCheckpointer
+from shoestring.state.levels.events import read_events
 from shoestring.state.levels.host_folder import arena_files, host_folder
 from shoestring.state.levels.policy import Mean
 from shoestring.state.levels.snapshot import MemoryLevel
@@ -142,6 +148,57 @@ def test_full_memory_goes_to_disk_with_one_line(tmp_path: Path, monkeypatch: pyt
     assert any("go to" in line and "instead" in line for line in said)
     run, bits, _ = resumed(tmp_path / "run")
     assert run.step == 4 and bits == EXPECTED[4]
+
+
+@pytest.mark.usefixtures("no_agent")
+def test_tmpfs_that_fills_up_after_the_first_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    log = RunLog(None, quiet=True)
+    log.say = said.append  # type: ignore[method-assign]
+    allocate = os.posix_fallocate
+
+    def full(fd: int, begin: int, size: int) -> None:
+        if "memory" in str(Path(f"/proc/self/fd/{fd}").readlink()):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        allocate(fd, begin, size)
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    run, parts = make_run(log=log)
+    saver = checkpointer(tmp_path / "run")
+    saver.resume(run, parts)
+    torch.manual_seed(5)
+    while run.step < 6:
+        step(run, parts)
+        saver.next_step = run.step
+        saver.after_step(run, parts)
+        if saver.memory is not None:
+            wait(saver.memory._touched)
+            saver.memory.wait()
+    saver.let_go()
+    assert [line for line in said if "go to" in line and "instead" in line and "No space left" in line] == said[:1]
+    assert not arena_files(host_folder(tmp_path / "run"))
+    assert resumed(tmp_path / "run")[1] == EXPECTED[6]
+
+
+@pytest.mark.usefixtures("no_agent")
+def test_a_clock_that_jumps_back_a_second_trainer_and_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin(tmp_path / "run", 7).let_go()
+    monkeypatch.setattr(time, "time_ns", lambda: 10**15)  # weeks after 1970
+    monkeypatch.setattr(time, "time", lambda: 1e6)
+    saver = begin(tmp_path / "run", 12)
+    events = read_events(tmp_path / "run" / "checkpoints")
+    assert events[0].life > events[1].life and saver._rates["memory"].observed_s >= 0
+    with monkeypatch.context() as patch:  # of the ten seconds that the agent may hold the file
+        patch.setattr(snapshot, "time", SimpleNamespace(monotonic=itertools.count(step=20).__next__, sleep=time.sleep))
+        with pytest.raises(UserError, match="is held by another trainer of this run: stop it first"):
+            resumed(tmp_path / "run")
+    saver.let_go()
+    # A link in the place of a host's share is not followed.
+    (tmp_path / "elsewhere" / "step-00000050").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / "hosts").mkdir(parents=True, exist_ok=True)
+    (tmp_path / "run" / "checkpoints" / "hosts" / "h").symlink_to(tmp_path / "elsewhere")
+    run, bits, _ = resumed(tmp_path / "run")
+    assert run.step == 12 and bits == EXPECTED[12]
 
 
 @pytest.mark.usefixtures("no_agent")

@@ -152,6 +152,7 @@ class LevelCheckpointer:
         self._replicated: Key | None = None  # the newest version that all peers have
         self._agent: Any = None
         self._hooked = self._warned = False
+        self._full: str | None = None  # why tmpfs is not used
 
     # -- what the trainer asks -------------------------------------------------------------------------------
 
@@ -420,12 +421,16 @@ class LevelCheckpointer:
         error = memory.failure()
         peers = self._peers
         flags = [memory.writable(), memory.committed(), peers is None or not peers.busy()]
-        flags.append(peers is not None and peers.succeeded)
+        flags += [peers is not None and peers.succeeded, memory.no_room() is None]
         disk, far = self._new_drains()
         peer_s = 0.0 if peers is None else peers.seconds
         numbers = [memory.stall_s, memory.commit_s(), self._step_s.value, disk, far, peer_s]
         agreed = self._agree_numbers(flags, numbers)
-        ready, committed, peers_idle, replicated_all, stall, commit_s, step_s, disk_s, remote_s, peer_s = agreed
+        ready, committed, peers_idle, replicated_all, has_room, *agreed = agreed
+        stall, commit_s, step_s, disk_s, remote_s, peer_s = agreed
+        if not has_room:
+            self._leave_tmpfs(run, parts)
+            return
         if peers is not None and peers_idle and self._replicating is not None:
             if replicated_all:
                 memory.kept_slot, self._replicated = self._replicating
@@ -518,6 +523,19 @@ class LevelCheckpointer:
                 path.unlink(missing_ok=True)
             self._start_agent(run.mesh)
 
+    def _leave_tmpfs(self, run: RunLike, parts: dict[str, Any]) -> None:
+        """It was full before all pages were there, on some rank: all of them begin again, on disk."""
+        assert self.memory is not None and self._arenas is not None
+        if self._arenas == host_folder(self.folder.parent, self._disk_base):
+            raise UserError(f"there is no room for copies of the state: {self.memory.no_room() or 'on another rank'}")
+        self._full = self.memory.no_room() or "tmpfs is full on another rank"
+        path = self.memory.path
+        self.memory.close()
+        self.memory = None
+        path.unlink(missing_ok=True)
+        self._prepare(run, parts)
+        self.next_step = run.step + 1
+
     def _peer_round(self, rank: int) -> Replicas | XorRound:
         assert self._arenas is not None
         if self.settings.levels.peer == "xor":
@@ -537,6 +555,8 @@ class LevelCheckpointer:
         existing = sum(p.stat().st_size for p in arena_files(folder))
 
         def look() -> str | None:
+            if self._full is not None:
+                return self._full
             base = memory_base()
             return room_for(base, num_bytes - existing) if base.is_dir() else f"there is no {base}"
 
@@ -624,7 +644,10 @@ class LevelCheckpointer:
             # where it is needed. All ranks do it, because dividing is a meeting.
             self._divide(run.mesh, tensors)
             self.memory.fit(*self._sizes(values))
-            self.memory.touch_now()
+            self.memory.wait_touched()
+            if self._any(self.memory.no_room() is not None):
+                self._leave_tmpfs(run, parts)
+                self.memory.touch_now()
         parameters = {f"model.{name}" for name, _ in run.model.named_parameters()}
         copy = self._copy_of(run.step, {**values, LIFE: self.life}, levels)
         held = {b.name for b in copy.boxes}

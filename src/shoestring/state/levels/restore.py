@@ -11,7 +11,7 @@ Copies in memory are read and summed by several threads while what they have rea
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import os
 import queue
 from collections import defaultdict
@@ -28,6 +28,7 @@ from torch import Tensor
 
 from shoestring.errors import UserError
 from shoestring.host.checksums import RunningSum
+from shoestring.host.page_locked import StagingBuffers
 from shoestring.mesh import Mesh
 from shoestring.state.boxes import Box, local_box
 from shoestring.state.checkpoint import agree, step_folders
@@ -47,10 +48,9 @@ from shoestring.state.reshard.topology import Topology
 from shoestring.state.storage import HostReader, SafeReader
 
 NEAREST = ("memory", "disk")  # of the own host, in this order
-# On an H200 host with 16 cores: sixteen threads were slower than twelve, and pieces of 4 MiB slower than of 8. Buffers
-# are pinned at 2 GB/s, so there are few.
 THREADS = max(1, min(12, (os.cpu_count() or 1) * 3 // 4))
-STAGING_BYTES = 8 << 20
+STAGING_BYTES = 16 << 20  # read at a time
+SPARE_BUFFERS = 4  # which are on their way to the device while every thread fills another
 
 
 @dataclass(frozen=True, eq=False)
@@ -288,31 +288,21 @@ def _read_folder(path: Path, pieces: Sequence[FillPiece]) -> None:
     reader.fill((p.held.name, p.held.box, p.wanted, p.target[p.wanted.slices(p.inside)]) for p in pieces)
 
 
-class StagingBuffer:
-    """Host memory between a slot and a device, pinned for a GPU; `wait` until what it held has left it."""
+@dataclass(frozen=True)
+class WholeTarget:
+    """A target that takes all bytes [begin, end) of a slot; `flat` is its memory."""
 
-    def __init__(self, num_bytes: int, device: torch.device) -> None:
-        self.is_gpu = device.type == "cuda"
-        self.bytes = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.is_gpu)
-        self.view = memoryview((ctypes.c_ubyte * num_bytes).from_address(self.bytes.data_ptr())).cast("B")
-        self._left: Any = torch.cuda.Event() if self.is_gpu else None
-
-    def wait(self) -> None:
-        if self._left is not None:
-            self._left.synchronize()
-
-    def is_leaving(self) -> None:
-        """Copies from it were put on the current stream."""
-        if self._left is not None:
-            self._left.record()
+    begin: int
+    end: int
+    flat: Tensor
 
 
 class ChunkReader:
     """Reads the pieces of one slot in several threads, and verifies every chunk that it reads.
 
-    Threads read the file into staging buffers and sum the bytes there; this thread sends full buffers to the targets.
-    Reading the file is faster than mapping it: many threads that map pages of one file wait for each other. One thread
-    sends, because many that launch copies wait for the interpreter's lock.
+    Each thread takes a chunk, reads it in large pieces into staging buffers, sums them, and sends them to the targets
+    on a stream of its own. Reading the file is faster than mapping it: many threads that map pages of one file wait for
+    each other. Pieces are large because the threads share the interpreter's lock.
     """
 
     def __init__(
@@ -324,104 +314,79 @@ class ChunkReader:
     def fill(self, pieces: Sequence[FillPiece]) -> int:
         """Returns the number of damaged chunks; with any, the targets are half filled."""
         size = self.copy.chunk_bytes
-        whole: dict[int, list[FillPiece]] = defaultdict(list)
+        whole: dict[int, list[WholeTarget]] = defaultdict(list)
         cut: list[FillPiece] = []
         for piece in pieces:
-            first, last = piece.held.offset // size, (piece.held.offset + piece.held.num_bytes - 1) // size
-            for chunk in range(first, last + 1):
+            begin, end = piece.held.offset, piece.held.offset + piece.held.num_bytes
+            chunks = range(begin // size, (end - 1) // size + 1)
+            for chunk in chunks:
                 whole[chunk]
-                if piece.is_whole:
-                    whole[chunk].append(piece)
-            if not piece.is_whole:
+            if piece.is_whole:
+                target = WholeTarget(begin, end, piece.target.reshape(-1).view(torch.uint8))
+                for chunk in chunks:
+                    whole[chunk].append(target)
+            else:
                 cut.append(piece)
-        bad = self._fill_whole(whole, pieces[0].target.device) if whole else 0
+        bad = self._fill_whole(whole, _gpu_of(pieces)) if whole else 0
         if not bad:
             for piece in cut:
                 piece.put(self._stored(piece.held)[piece.wanted.slices(piece.held.box)])
         return bad
 
-    def _fill_whole(self, pieces: Mapping[int, Sequence[FillPiece]], device: torch.device) -> int:
-        device = next((p.target.device for some in pieces.values() for p in some if p.target.is_cuda), device)
-        free: queue.SimpleQueue[StagingBuffer | None] = queue.SimpleQueue()
-        ready: queue.SimpleQueue[tuple[StagingBuffer, int, int, int] | None] = queue.SimpleQueue()
-        todo: queue.SimpleQueue[int] = queue.SimpleQueue()
-        for chunk in sorted(pieces):
-            todo.put(chunk)
+    def _fill_whole(self, targets: Mapping[int, Sequence[WholeTarget]], device: torch.device | None) -> int:
+        num_threads = min(self.threads, len(targets))
         num_bytes = min(STAGING_BYTES, self.copy.chunk_bytes, self.copy.num_bytes)
+        todo: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for chunk in sorted(targets):
+            todo.put(chunk)
         bad: list[int] = []
 
         def read_chunks() -> None:
-            try:
+            stream = torch.cuda.Stream(device) if device is not None else None
+            with torch.cuda.stream(stream), torch.no_grad(), contextlib.suppress(queue.Empty):
                 while True:
                     chunk = todo.get_nowait()
-                    begin, end = self._span(chunk)
-                    total = RunningSum(self.copy.algorithm)
-                    for at in range(begin, end, num_bytes):
-                        buffer = free.get()
-                        if buffer is None:
-                            return
-                        stop = min(at + num_bytes, end)
-                        buffer.wait()
-                        self.read(at, buffer.view[: stop - at])
-                        total.add(buffer.view[: stop - at])
-                        ready.put((buffer, chunk, at, stop))
-                    if total.digest() != self.copy.chunks[chunk]:
+                    if self._read_chunk(chunk, targets[chunk], buffers) != self.copy.chunks[chunk]:
                         bad.append(chunk)
-            except queue.Empty:
-                return
-            finally:
-                ready.put(None)
-
-        num_threads = min(self.threads, len(pieces))
-        num_pieces = sum(-(-(end - begin) // num_bytes) for begin, end in map(self._span, pieces))
-        most = min(num_threads + 2, num_pieces)
-        stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        with ThreadPoolExecutor(num_threads) as pool, torch.cuda.stream(stream), torch.no_grad():
-            futures = [pool.submit(read_chunks) for _ in range(num_threads)]
-            made = ended = 0
-            try:
-                while ended < num_threads:
-                    if made < most and ready.empty():  # pinning takes its time: the first are in use meanwhile
-                        free.put(StagingBuffer(num_bytes, device))
-                        made += 1
-                        continue
-                    item = ready.get()
-                    if item is None:
-                        ended += 1
-                        continue
-                    buffer, chunk, at, stop = item
-                    _send(buffer.bytes, at, stop, pieces[chunk])
-                    buffer.is_leaving()
-                    free.put(buffer)
-            finally:
-                for _ in futures:
-                    free.put(None)
             if stream is not None:
                 stream.synchronize()
-        for future in futures:
-            future.result()
+
+        if device is not None:  # whatever was to write the targets before has done so
+            torch.cuda.current_stream(device).synchronize()
+        buffers = StagingBuffers(num_threads + SPARE_BUFFERS, num_bytes, device)
+        try:
+            with ThreadPoolExecutor(num_threads) as pool:
+                for future in [pool.submit(read_chunks) for _ in range(num_threads)]:
+                    future.result()
+        finally:
+            buffers.close()
         return len(bad)
 
-    def _span(self, chunk: int) -> tuple[int, int]:
+    def _read_chunk(self, chunk: int, targets: Sequence[WholeTarget], buffers: StagingBuffers) -> str:
+        """Send a chunk to its targets; its checksum."""
         size = self.copy.chunk_bytes
-        return chunk * size, min((chunk + 1) * size, self.copy.num_bytes)
+        end = min((chunk + 1) * size, self.copy.num_bytes)
+        total = RunningSum(self.copy.algorithm)
+        for at in range(chunk * size, end, buffers.num_bytes):
+            stop = min(at + buffers.num_bytes, end)
+            with buffers.take() as buffer:
+                self.read(at, buffer.view[: stop - at])
+                total.add(buffer.view[: stop - at])
+                buffer.lock()
+                for target in targets:
+                    a, b = max(at, target.begin), min(stop, target.end)
+                    if a < b:
+                        into = target.flat[a - target.begin : b - target.begin]
+                        into.copy_(buffer.bytes[a - at : b - at], non_blocking=True)
+        return total.digest()
 
     def _stored(self, held: HeldBox) -> Tensor:
         raw = torch.frombuffer(self.view, dtype=torch.uint8)[held.offset : held.offset + held.num_bytes]
         return raw.view(DTYPES[held.dtype]).reshape(held.box.shape)
 
 
-def _send(source: Tensor, begin: int, end: int, pieces: Sequence[FillPiece]) -> None:
-    """Bytes [begin, end) of a slot, which are in `source`, into the targets that take some of them."""
-    for piece in pieces:
-        a, b = max(begin, piece.held.offset), min(end, piece.held.offset + piece.held.num_bytes)
-        if a < b:
-            target = _flat(piece.target)[a - piece.held.offset : b - piece.held.offset]
-            target.copy_(source[a - begin : b - begin], non_blocking=True)
-
-
-def _flat(t: Tensor) -> Tensor:
-    return t.reshape(-1).view(torch.uint8)
+def _gpu_of(pieces: Sequence[FillPiece]) -> torch.device | None:
+    return next((p.target.device for p in pieces if p.target.is_cuda), None)
 
 
 # -- boxes of other hosts ------------------------------------------------------------------------------------

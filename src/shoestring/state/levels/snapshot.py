@@ -148,14 +148,20 @@ class MemoryLevel:
                 self._registered.append(pointer)
 
     def touched(self) -> bool:
-        """Whether the first save can begin; raises what went wrong (tmpfs without room)."""
-        for future in self._touched:
-            if future.done():
-                future.result()
-        return bool(self._touched) and all(f.done() for f in self._touched)
+        """Whether the first save can begin."""
+        return bool(self._touched) and all(f.done() and f.exception() is None for f in self._touched)
+
+    def no_room(self) -> str | None:
+        """Why the arena has no pages: tmpfs, which looked large enough, was filled by somebody else meanwhile."""
+        errors = (f.exception() for f in self._touched if f.done())
+        return next((f"{self.path.parent}: {error}" for error in errors if error is not None), None)
+
+    def wait_touched(self) -> None:
+        """Until the pages are there, or could not be had."""
+        wait(self._touched)
 
     def touch_now(self) -> None:
-        """Wait for the pages."""
+        """Wait for the pages; raises what went wrong."""
         for future in self._touched:
             future.result()
 
