@@ -500,26 +500,12 @@ def table() -> str:
     return (
         markdown(head, rows)
         + f"\n\nRestored from memory in a new process, verified: {text}. {steps}."
-        + sweep_table([n for n in lines if n["case"].endswith(", sweep")])
         + provenance(shown)
     )
 
 
 def stall_text(ms: float) -> str:
     return f"{ms / 1000:.3g} s" if ms >= 1000 else f"{ms:.3g} ms"
-
-
-def sweep_table(lines: list[dict[str, Any]]) -> str:
-    """Saves to memory with ever shorter steps."""
-    rows = [
-        [
-            f"{n['case'].split(',')[0]}, step of {n['config']['step_over_pcie']:g} times the copy",
-            f"{n['value']:.3g} ms",
-            f"{n['quality']['lost_ms']:.0f} ms",
-        ]
-        for n in sorted(lines, key=lambda n: (n["case"], -n["config"]["step_over_pcie"]))
-    ]
-    return "\n\n" + markdown(["shorter steps", "stall of a save", "step time lost a save"], rows) if rows else ""
 
 
 def fitting(size: Size, scratch: Path) -> Size:
