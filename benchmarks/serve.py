@@ -1,4 +1,4 @@
-"""A server under load on a CPU: the rows of docs/server.md, about 3 minutes each.
+"""A server under load on a CPU: the rows of docs/server_load.md, about 3 minutes each.
 
     python -m benchmarks.serve --rate 0.4
     python -m benchmarks.serve --trace AzureLLMInferenceTrace_conv.csv --rate 0.6 --seconds 150

@@ -122,7 +122,7 @@ def http_page() -> str:
     lines = [
         GENERATED,
         "# HTTP API\n",
-        "`shoestring serve MODEL` answers at these paths. [The server](../server.md) explains parameters, errors and "
+        "`shoestring serve MODEL` answers at these paths. [Server in detail](server.md) explains parameters, errors and "
         "limits. With API keys, paths marked *key* want `Authorization: Bearer KEY`.\n",
         _table(["method", "path", "key", "what it does"], _routes()),
     ]
