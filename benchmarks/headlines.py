@@ -149,5 +149,5 @@ def cpu() -> list[str]:
         CPU,
         f"llama.cpp Q4_1: {peer['value']:,.0f} tokens/s, perplexity {theirs['value']:.1f}",
         f"{ours['value']:,.0f} tokens/s, perplexity {worse['value']:.1f} (rounded again from Q4_1)",
-        link("export", "export.md#on-a-cpu-8-bit-activations"),
+        link("8-bit activations", "int8_activations.md"),
     ]

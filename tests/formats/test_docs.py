@@ -1,4 +1,4 @@
-"""The Python snippets of docs/formats.md run as they stand."""
+"""The Python snippets of docs/formats.md and docs/reference/formats.md run as they stand."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import pytest
 
 from shoestring.formats import FORMATS
 
-DOC = Path(__file__).parents[2] / "docs" / "formats.md"
-SNIPPETS = re.findall(r"```python\n(.*?)```", DOC.read_text(), flags=re.DOTALL)
+DOCS = Path(__file__).parents[2] / "docs"
+TEXT = (DOCS / "formats.md").read_text() + (DOCS / "reference/formats.md").read_text()
+SNIPPETS = re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)
 
 
 @pytest.mark.parametrize("index", range(len(SNIPPETS)))
