@@ -12,15 +12,17 @@ Left out: SentencePiece `.model` files, unigram GGUF vocabularies (T5), and trai
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, models, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
 
 from shoestring.errors import UserError, shown
@@ -209,9 +211,35 @@ class Tokenizer:
         with library_errors("the tokenizer cannot decode these ids"):
             return self.backend.decode(list(ids), skip_special_tokens=skip_special)
 
-    def stream(self, *, skip_special: bool = True, shown: frozenset[int] = frozenset()) -> TokenStream:
+    def stream(self, *, skip_special: bool = True, shown: frozenset[int] = frozenset()) -> TokenStream | ByteStream:
         """A decoder that takes one id at a time; special tokens among `shown` are not skipped."""
-        return TokenStream(self, self.special_ids - shown if skip_special else frozenset())
+        skipped = self.special_ids - shown if skip_special else frozenset()
+        if isinstance(self.backend.decoder, decoders.ByteLevel):
+            return ByteStream(self.token_bytes, skipped)
+        return TokenStream(self, skipped)
+
+    @cached_property
+    def token_bytes(self) -> Callable[[int], bytes]:
+        """id -> the bytes that it stands for; b"" for ids that no token has (padding of the vocabulary)."""
+        backend, from_letter = self.backend, letter_bytes()
+        byte_level = "ByteLevel" in str(type(backend.decoder)) or "ByteLevel" in str(backend.decoder)
+
+        @lru_cache(maxsize=1 << 16)
+        def read(token: int) -> bytes:
+            name = backend.id_to_token(token)
+            if name is None:
+                return b""
+            if byte_level:
+                if all(letter in from_letter for letter in name):
+                    return bytes(from_letter[letter] for letter in name)
+                return name.encode()  # an added token, which is spelt as it is
+            if token in self.special_ids:
+                return name.encode()
+            if _is_byte_token(name):
+                return bytes([int(name[3:5], 16)])
+            return name.replace("\u2581", " ").encode()
+
+        return read
 
     # --- chat -------------------------------------------------------------------------------------
 
@@ -326,6 +354,29 @@ def letter_bytes() -> dict[str, int]:
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     others = sorted(set(range(256)) - {ord(letter) for letter in letters})
     return {letter: ord(letter) if ord(letter) < 256 else others[ord(letter) - 256] for letter in letters}
+
+
+class ByteStream:
+    """`TokenStream` for a byte-level vocabulary, at an eighth of its cost: a token's bytes depend on no other token."""
+
+    def __init__(self, token_bytes: Callable[[int], bytes], skipped: frozenset[int]) -> None:
+        self._bytes, self._skipped = token_bytes, skipped
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self._held = ""
+
+    def step(self, token_id: int) -> str:
+        if token_id in self._skipped:
+            return ""
+        text = self._held + self._decode(self._bytes(token_id))
+        if text.endswith("\ufffd"):  # the end of a text is not given out with broken characters
+            self._held = text
+            return ""
+        self._held = ""
+        return text
+
+    def finish(self) -> str:
+        text, self._held = self._held + self._decode(b"", True), ""
+        return text
 
 
 class TokenStream:

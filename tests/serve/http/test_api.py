@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import socket
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -47,6 +50,29 @@ def test_completions_are_what_the_engine_says(client: Any) -> None:
     assert answer.usage.prompt_tokens == expected.num_prompt
     assert answer.usage.completion_tokens == len(expected.token_ids)
     assert answer.usage.total_tokens == expected.num_prompt + len(expected.token_ids)
+
+
+def test_a_silent_stream_sends_comments_also_without_chunks(service: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """HTTP/1.0 has no chunks: the events follow the header as they are."""
+    step = service.engine.step
+
+    def slow_step() -> Any:
+        time.sleep(0.1)
+        return step()
+
+    body = json.dumps({"prompt": "a", "max_tokens": 3, "stream": True}).encode()
+    head = f"POST /v1/completions HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    monkeypatch.setattr("shoestring.serve.http.app.KEEP_ALIVE_S", 0.04)
+    monkeypatch.setattr(service.engine, "step", slow_step)
+    url = httpx.URL(service.url)
+    with socket.create_connection((url.host, url.port), timeout=60) as raw:
+        raw.sendall(head.encode() + body)
+        received = b"".join(iter(lambda: raw.recv(65536), b"")).decode()
+    header, _, events = received.partition("\r\n\r\n")
+    assert "chunked" not in header.lower() and ": waiting\n\n" in events
+    told = [line for line in events.split("\n\n") if line and line != ": waiting"]
+    assert told[-1] == "data: [DONE]" and len(told) >= 2
+    assert [json.loads(line.removeprefix("data: "))["object"] for line in told[:-1]]
 
 
 def test_chats_are_rendered_with_the_template(client: Any) -> None:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Protocol
 
 import torch
@@ -51,7 +51,7 @@ class LogitRules:
     min_tokens: int = 0  # no token of `eos_ids` before this many are written
     eos_ids: tuple[int, ...] = ()
 
-    @property
+    @cached_property  # asked for every text in every step
     def active(self) -> bool:
         return self != LogitRules(min_tokens=self.min_tokens, eos_ids=self.eos_ids) or self.min_tokens > 0
 

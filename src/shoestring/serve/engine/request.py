@@ -235,6 +235,8 @@ class TextStream:
     def push(self, token: int) -> str:
         """The text that this token makes certain; a completed stop string sets `stopped`."""
         assert not self.stopped
+        if not self._stop:
+            return self._stream.step(token)
         self._held += self._stream.step(token)
         return self._cut() or self._release(len(self._held) - held_back(self._held, self._stop))
 

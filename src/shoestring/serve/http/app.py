@@ -22,7 +22,7 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -71,7 +71,7 @@ from shoestring.serve.http.request_schema import (
     validated,
 )
 from shoestring.serve.http.request_workers import LIGHT_BYTES, RETRY_S, Lane, RequestWorkers
-from shoestring.serve.http.responses import CompletionResponse, embedding_response, token_bytes, written
+from shoestring.serve.http.responses import CompletionResponse, embedding_response, written
 from shoestring.serve.http.responses_api import ResponseObject, ResponsesBody
 from shoestring.serve.http.tool_calls import detect_format, format_named
 
@@ -81,7 +81,7 @@ log = logging.getLogger("shoestring.serve")
 WEB = Path(__file__).parent / "web"
 PAGE_KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
 OPEN_PATHS = ("/", "/health", "/web/app.js", "/web/markdown.js", "/web/style.css")  # no key needed
-KEEP_ALIVE_S = 15.0  # an idle stream sends a comment this often
+KEEP_ALIVE_S = 15.0  # an idle stream sends a comment at least this often
 LATE_S = 2.0  # the engine ends requests at their deadline, between two steps; this much later the event loop does
 CLIENT_LEFT = 499  # nginx's code; only in the log
 DRAINED_BODIES = 8  # a body this many times too large is still read to its end, so that the 413 arrives
@@ -121,7 +121,7 @@ class Api:
             wanted = settings.tool_format
             self.tool_format = detect_format(template) if wanted == "auto" else format_named(wanted, template)
         self.created = int(time.time())
-        self._token_bytes = token_bytes(tokenizer)
+        self._token_bytes = tokenizer.token_bytes
         self._watchers: set[asyncio.Task[None]] = set()
         self.workers = RequestWorkers(min(settings.max_wait_s, settings.deadline_s))
         self._bodies_bytes = 0
@@ -268,7 +268,7 @@ class Api:
         if parsed.stream:
             headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
             events = self._events(request, response, collector, choices)
-            return StreamingResponse(events, media_type="text/event-stream", headers=headers)
+            return EventStream(events, media_type="text/event-stream", headers=headers)
         try:
             while not response.done:
                 unread = await collector.take()
@@ -292,37 +292,42 @@ class Api:
         collector: OutputCollector,
         choices: list[PendingChoice],
     ) -> AsyncIterator[str]:
+        silent = True
+
+        def remind() -> None:
+            nonlocal silent, timer
+            if silent:
+                collector.remind()
+            silent, timer = True, loop.call_later(KEEP_ALIVE_S / 2, remind)
+
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(KEEP_ALIVE_S / 2, remind)  # one for the stream: a time-out per event costs more
         try:
-            for chunk in response.first_chunks():
-                yield chunk
+            yield "".join(response.first_chunks())
             while not response.done:
-                try:
-                    async with asyncio.timeout(KEEP_ALIVE_S):
-                        unread = await collector.take()
-                except TimeoutError:
-                    yield ": waiting\n\n"
-                    continue
+                unread = await collector.take()
                 if unread is None:
                     return
+                chunks: list[str] = []
                 for index, delta in sorted(unread.items()):
                     if delta.error is not None:
-                        for chunk in response.error_chunks(delta.error):
-                            yield chunk
+                        yield "".join([*chunks, *response.error_chunks(delta.error)])
                         return
                     response.add(index, delta)
                     if delta.size <= RENDERED_INLINE:
-                        chunks = response.chunks(index, delta)
+                        chunks += response.chunks(index, delta)
                     else:
                         write = partial(response.chunks, index, delta)
-                        chunks = await self._work(request, delta.size, write, "render")
-                    for chunk in chunks:
-                        yield chunk
-            for chunk in response.last_chunks():
-                yield chunk
+                        chunks += await self._work(request, delta.size, write, "render")
+                silent = False
+                if chunks or not unread:
+                    yield "".join(chunks) or ": waiting\n\n"
+            yield "".join(response.last_chunks())
         except Exception:
             log.exception("a stream broke")
             yield response.error_chunks(ApiError(500, "internal error; the server's log says more"))[0]
         finally:
+            timer.cancel()
             self.engine_thread.cancel(choices)
 
     def _cancel_on_disconnect(self, request: Request, collector: OutputCollector, choices: list[PendingChoice]) -> None:
@@ -536,6 +541,20 @@ class Api:
             )
 
 
+class EventStream(StreamingResponse):
+    """Starlette's response sends every part through a task group and all middleware. Here only the header goes that
+    way. Who leaves is noticed by `_cancel_on_disconnect`."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        write: Send = scope["shoestring"]["send"]
+        async with aclosing(self.body_iterator) as parts:  # type: ignore[type-var]
+            async for part in parts:
+                if part:
+                    await write({"type": "http.response.body", "body": part.encode(), "more_body": True})
+        await write({"type": "http.response.body", "body": b"", "more_body": False})
+
+
 async def _until_gone(request: Request) -> None:
     """Until the client disconnects, or has its whole response: Starlette reports that the same way."""
     while (await request.receive())["type"] != "http.disconnect":
@@ -561,6 +580,7 @@ class RequestMiddleware:
         # Whose turn the request takes where clients wait for each other.
         key = hashlib.blake2b(headers.get(b"authorization", b""), digest_size=8).hexdigest() if self._keys else ""
         note: dict[str, Any] = {"client": f"{key} {network_of(scope['client'][0]) if scope.get('client') else ''}"}
+        note["send"] = send  # for parts of a stream, which no middleware looks at
         scope["shoestring"] = note
         status = 0
 

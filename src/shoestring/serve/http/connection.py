@@ -54,7 +54,7 @@ class LimitedConnection(H11Protocol):
 
     def __init__(self, limits: ConnectionLimits, opened: dict[LimitedConnection, None], **options: Any) -> None:
         super().__init__(**options)
-        self.conn = _CountedChunks(h11.SERVER)
+        self.conn = _Http(h11.SERVER)
         self._limits, self._opened = limits, opened
         self._timer: asyncio.TimerHandle | None = None
 
@@ -132,10 +132,11 @@ class LimitedConnection(H11Protocol):
         self.transport.close()
 
 
-class _CountedChunks(h11.Connection):
-    """Refuses a body of too many tiny chunks."""
+class _Http(h11.Connection):
+    """Refuses a body of too many tiny chunks; writes the chunks of a stream without h11's checks of each."""
 
     _num_small = 0
+    _chunked = False  # the response that is being sent
 
     def next_event(self) -> Any:
         event = super().next_event()
@@ -146,3 +147,13 @@ class _CountedChunks(h11.Connection):
             if self._num_small > MAX_SMALL_CHUNKS:
                 raise h11.RemoteProtocolError("a body in too many small chunks")
         return event
+
+    def send(self, event: Any) -> bytes | None:
+        if self._chunked and isinstance(event, h11.Data):
+            return b"%x\r\n%b\r\n" % (len(event.data), event.data) if event.data else b""
+        written = super().send(event)
+        if isinstance(event, h11.Response):
+            self._chunked = b"\r\ntransfer-encoding: chunked\r\n" in (written or b"").lower()
+        else:
+            self._chunked = False
+        return written

@@ -34,7 +34,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Literal
+from typing import Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -56,8 +56,7 @@ OTHERS_SHARE = 4  # a 4th of the queue is kept for other clients than the one th
 log = logging.getLogger("shoestring.serve")
 
 
-@dataclass(frozen=True)
-class ChoiceDelta:
+class ChoiceDelta(NamedTuple):  # made for every token: a frozen dataclass takes three times as long
     """What is new for one choice since it was last read."""
 
     text: str = ""
@@ -75,6 +74,8 @@ class ChoiceDelta:
     @property
     def size(self) -> int:
         """Entries to write: tokens, and their log-probabilities with alternatives."""
+        if not self.logprobs and self.prompt_logprobs is None:
+            return 1 + len(self.token_ids)
         scored = [entry for entry in (*self.logprobs, *(self.prompt_logprobs or ())) if entry is not None]
         return 1 + len(self.token_ids) + sum(1 + len(entry.top) for entry in scored)
 
@@ -104,14 +105,14 @@ SWITCH_S = 0.0005  # Python's own 5 ms are longer than a step: so long would eac
 
 
 class OutputCollector:
-    """Written by the engine's thread, read by one coroutine."""
+    """Written by the engine's thread, read by one coroutine. Both ends of a deque may be used at once: no lock. The
+    reader is woken after a delta is stored, so what it misses in one turn comes in the next."""
 
     def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
         self._filled = asyncio.Event()
-        self._lock = threading.Lock()
         self._unread: deque[tuple[int, ChoiceDelta]] = deque()
-        self._closed = False
+        self._closed = self._reminded = False
 
     def put(self, index: int, delta: ChoiceDelta) -> None:
         """Hand over at once."""
@@ -120,16 +121,16 @@ class OutputCollector:
 
     def store(self, index: int, delta: ChoiceDelta) -> None:
         """Without waking the reader: `fill` does."""
-        with self._lock:
-            self._unread.append((index, delta))
+        self._unread.append((index, delta))
 
     def fill(self) -> None:
         """Wake the reader; on its event loop."""
         self._filled.set()
 
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop:
-        return self._loop
+    def remind(self) -> None:
+        """Wake the reader with an empty hand: `take` returns {}; on its event loop."""
+        self._reminded = True
+        self._filled.set()
 
     def close(self) -> None:
         """The reader is gone or must stop: `take` returns None from now on."""
@@ -139,18 +140,18 @@ class OutputCollector:
     async def take(self) -> dict[int, ChoiceDelta] | None:
         """What is unread, by choice, up to TAKE_SIZE; waits for something."""
         await self._filled.wait()
-        while not self._unread and not self._closed:  # woken twice for the same
+        while not (self._unread or self._closed or self._reminded):  # woken twice for the same
             self._filled.clear()
             await self._filled.wait()
+        self._reminded = False
         taken: dict[int, list[ChoiceDelta]] = {}
         size = 0
-        with self._lock:
-            while self._unread and size < TAKE_SIZE:
-                index, delta = self._unread.popleft()
-                taken.setdefault(index, []).append(delta)
-                size += delta.size
-            if not self._unread:
-                self._filled.clear()
+        while self._unread and size < TAKE_SIZE:
+            index, delta = self._unread.popleft()
+            taken.setdefault(index, []).append(delta)
+            size += delta.size
+        if not self._unread:
+            self._filled.clear()
         if self._closed:
             return None
         if size >= TAKE_SIZE:
@@ -159,7 +160,7 @@ class OutputCollector:
 
     def _wake(self) -> None:
         with suppress(RuntimeError):  # the event loop has ended, and with it the reader
-            self._loop.call_soon_threadsafe(self._filled.set)
+            self.loop.call_soon_threadsafe(self._filled.set)
 
 
 class Delivery:
@@ -625,45 +626,45 @@ class EngineThread:
     def _hand_out(self, outputs: Sequence[Output]) -> None:
         now = self.engine.clock()
         for choice in self._choices.values():
-            if choice.request is not None and choice.request.scheduled_at is not None:
+            if choice.started is None and choice.request is not None and choice.request.scheduled_at is not None:
                 self._start(choice, choice.request.scheduled_at)
+        gaps: Counter[float] = Counter()  # most texts of a step have waited for the same time
+        num_tokens = 0
         for output in outputs:
             choice = self._choices[output.request.id]
-            if output.finish_reason == "deadline":
+            reason = output.finish_reason
+            if reason == "deadline":
                 self._fail(choice, deadline_error(choice))
                 continue
-            if output.finish_reason == "error":
+            if reason == "error":
                 self._fail(choice, _engine_error(output.request.error))
                 continue
-            num = len(output.token_ids)
-            logprobs = choice.sampling.history.logprobs[choice.num_sent : choice.num_sent + num]
-            choice.num_sent += num
-            reason = output.finish_reason
+            num, num_accepted = len(output.token_ids), output.num_accepted
+            logprobs = choice.sampling.history.logprobs
             delta = ChoiceDelta(
                 output.text,
                 tuple(output.token_ids),
-                tuple(logprobs),
+                tuple(logprobs[choice.num_sent : choice.num_sent + num]) if logprobs else (),
                 finish_reason=reason,
                 num_cached=output.request.num_cached,
-                drafted=tuple(i < output.num_accepted for i in range(num)),
+                drafted=(True,) * num_accepted + (False,) * (num - num_accepted),
                 versions=() if reason is None or self.engine.version is None else _named(output.request),
             )
-            self._time_tokens(choice, num, now)
+            choice.num_sent += num
+            num_tokens += num
+            if num and choice.first_token is None:
+                self._time_first_token(choice, now)
+            elif num:
+                gaps[(now - choice.last_token) / num] += num
+                choice.last_token = now
             self._emit(choice, delta)
             if reason is not None:
                 self._close_choice(choice, reason)
-
-    def _time_tokens(self, choice: PendingChoice, num: int, now: float) -> None:
-        if num == 0:
-            return
-        self.metrics.generation_tokens.inc(num)
-        self._rate.add(now, num)
-        if choice.first_token is None:
-            self._time_first_token(choice, now)
-        else:
-            for _ in range(num):
-                self.metrics.token_gap.observe((now - choice.last_token) / num)
-        choice.last_token = now
+        if num_tokens:
+            self.metrics.generation_tokens.inc(num_tokens)
+            self._rate.add(now, num_tokens)
+        for gap, num in gaps.items():
+            self.metrics.token_gap.observe(gap, num)
 
     def _time_first_token(self, choice: PendingChoice, now: float) -> None:
         """The three are observed together, so that queue and prefill always sum to the time to the first token."""

@@ -6,7 +6,13 @@ engine thread; gauges are set after each of its steps.
 
 from __future__ import annotations
 
+import threading
+from bisect import bisect_left
+from collections.abc import Iterator
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.registry import Collector
 
 from shoestring.serve.engine.request import Stats
 from shoestring.state.reshard.version import WeightsVersion
@@ -14,6 +20,29 @@ from shoestring.state.reshard.version import WeightsVersion
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _GAPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
+
+
+class CountedHistogram(Collector):
+    """A histogram that takes many equal values at once: one call per step, not one per token."""
+
+    def __init__(self, name: str, text: str, model_name: str, buckets: tuple[float, ...]) -> None:
+        self._name, self._text, self._model, self._bounds = name, text, model_name, buckets
+        self._counts, self._sum = [0] * (len(buckets) + 1), 0.0
+        self._lock = threading.Lock()
+
+    def observe(self, value: float, num: int = 1) -> None:
+        with self._lock:
+            self._counts[bisect_left(self._bounds, value)] += num
+            self._sum += value * num
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        with self._lock:
+            counts, total = list(self._counts), self._sum
+        names = [*map(str, self._bounds), "+Inf"]
+        cumulative = [(name, float(sum(counts[: i + 1]))) for i, name in enumerate(names)]
+        family = HistogramMetricFamily(self._name, self._text, labels=["model_name"])
+        family.add_metric([self._model], cumulative, total)
+        yield family
 
 
 class Metrics:
@@ -49,11 +78,14 @@ class Metrics:
             registry=self.registry,
         )
         # Of one text: queue + prefill = first token; the gaps between its tokens sum to decode; first token + decode =
-        # e2e. docs/server.md defines them for operators.
+        # e2e. docs/reference/server.md defines them for operators.
         self.first_token = histogram("time_to_first_token_seconds", "Arrival to first token", _SECONDS)
         self.queue_time = histogram("request_queue_time_seconds", "Arrival to being scheduled", _SECONDS)
         self.prefill_time = histogram("request_prefill_time_seconds", "Scheduled to first token", _SECONDS)
-        self.token_gap = histogram("inter_token_latency_seconds", "Time between tokens", _GAPS)
+        self.token_gap = CountedHistogram(
+            f"{prefix}:inter_token_latency_seconds", "Time between tokens", model_name, _GAPS
+        )
+        self.registry.register(self.token_gap)
         self.decode_time = histogram("request_decode_time_seconds", "First to last token", _SECONDS)
         self.latency = histogram("e2e_request_latency_seconds", "Arrival to last token", _SECONDS)
         self.weights_step = gauge("weights_step", "Training step of the weights that are served; 0: as loaded")

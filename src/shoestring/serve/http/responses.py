@@ -15,14 +15,13 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shoestring.model.tokenizer import Tokenizer, letter_bytes
 from shoestring.serve.engine.logit_rules import TokenLogprob
 from shoestring.serve.http.engine_thread import ChoiceDelta
 from shoestring.serve.http.request_parsing import ToolUse
@@ -97,12 +96,13 @@ class CompletionResponse:
     def __post_init__(self) -> None:
         self.id = ("chatcmpl-" if self.chat else "cmpl-") + secrets.token_hex(12)
         self.created = int(time.time())
+        self._num_done = 0
         make = None if self.tools is None else self.tools.parser
         self.choices = [Choice(parser=None if make is None else make()) for _ in range(len(self.prompts) * self.n)]
 
     @property
     def done(self) -> bool:
-        return all(c.finish_reason is not None for c in self.choices)
+        return self._num_done == len(self.choices)
 
     @property
     def num_new(self) -> int:
@@ -123,8 +123,10 @@ class CompletionResponse:
         choice.logprobs.extend(delta.logprobs)
         if delta.prompt_logprobs is not None:
             choice.prompt_logprobs = list(delta.prompt_logprobs)
-        choice.weights = [{"version": version, "first_token": first} for version, first in delta.versions]
+        if delta.versions:
+            choice.weights = [{"version": version, "first_token": first} for version, first in delta.versions]
         if delta.finish_reason is not None:
+            self._num_done += choice.finish_reason is None
             called = choice.calls and delta.finish_reason == "stop"
             choice.finish_reason = "tool_calls" if called else delta.finish_reason
 
@@ -232,10 +234,14 @@ class CompletionResponse:
         return {"tokens": [{"bytes": list(self.token_bytes(t)), "drafted": d} for t, d in pairs]}
 
     def _event(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> str:
-        chunk = {**self._head("chat.completion.chunk" if self.chat else "text_completion"), "choices": choices}
-        if self.include_usage:
-            chunk["usage"] = usage
-        return event(chunk)
+        told = written(choices) if self.logprobs or self.mark_drafts else ENCODE(choices)
+        more = f',"usage":{ENCODE(usage)}' if self.include_usage else ""
+        return f'data: {self._chunk_head},"choices":{told}{more}}}\n\n'
+
+    @cached_property
+    def _chunk_head(self) -> str:
+        """What all chunks begin with; without the closing brace."""
+        return ENCODE(self._head("chat.completion.chunk" if self.chat else "text_completion"))[:-1]
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
@@ -306,6 +312,7 @@ def embedding_response(
     return {"object": "list", "data": data, "model": model, "usage": usage}
 
 
+ENCODE = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 PIECE = 64  # entries of a list that are written at once
 
 
@@ -334,35 +341,7 @@ def json_pieces(value: Any) -> Iterator[str]:
     elif isinstance(value, list) and len(value) > PIECE:
         yield "["
         for i in range(0, len(value), PIECE):
-            yield ("," if i else "") + _dumps(value[i : i + PIECE])[1:-1]
+            yield ("," if i else "") + ENCODE(value[i : i + PIECE])[1:-1]
         yield "]"
     else:
-        yield _dumps(value)
-
-
-def _dumps(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-
-
-def token_bytes(tokenizer: Tokenizer) -> TokenBytes:
-    """token id -> the bytes it stands for; b'' for ids that no token has (padding of the vocabulary)."""
-    backend = tokenizer.backend
-    byte_level = "ByteLevel" in str(type(backend.decoder)) or "ByteLevel" in str(backend.decoder)
-    from_letter = letter_bytes()
-
-    @lru_cache(maxsize=1 << 16)
-    def read(token: int) -> bytes:
-        name = backend.id_to_token(token)
-        if name is None:
-            return b""
-        if token in tokenizer.special_ids:
-            return name.encode()
-        if byte_level:
-            if all(letter in from_letter for letter in name):
-                return bytes(from_letter[letter] for letter in name)
-            return name.encode()  # an added token, which is spelt as it is
-        if len(name) == 6 and name.startswith("<0x") and name.endswith(">"):
-            return bytes([int(name[3:5], 16)])
-        return name.replace("\u2581", " ").encode()
-
-    return read
+        yield ENCODE(value)
