@@ -122,8 +122,8 @@ def http_page() -> str:
     lines = [
         GENERATED,
         "# HTTP API\n",
-        "`shoestring serve MODEL` answers at these paths. [Server in detail](server.md) explains parameters, errors and "
-        "limits. With API keys, paths marked *key* want `Authorization: Bearer KEY`.\n",
+        "`shoestring serve MODEL` answers at these paths. [Server in detail](server.md) explains parameters, errors "
+        "and limits. With API keys, paths marked *key* want `Authorization: Bearer KEY`.\n",
         _table(["method", "path", "key", "what it does"], _routes()),
     ]
     bodies = {
