@@ -141,8 +141,9 @@ class CompressedReducer(Reducer, Relaid):
             self._exchange({name: p.grad for name, p in params.items() if p.grad is not None})
 
     def _exchange(self, gradients: Mapping[str, Tensor]) -> None:
-        for name, total in self.link.run(self.compression.exchange(gradients, self.steps)).items():
-            gradients[name].copy_(total)
+        totals = self.link.run(self.compression.exchange(gradients, self.steps))
+        if totals:
+            torch._foreach_copy_([gradients[name] for name in totals], list(totals.values()))
 
     def observe(self, loss: Tensor) -> None:
         if self.selected is not None:

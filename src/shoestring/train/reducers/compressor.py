@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from shoestring.train.reducers.rounds import Exchange
+from shoestring.train.reducers.rounds import Exchange, together
 
 
 @dataclass
@@ -62,6 +63,10 @@ class Compressor(ABC):
 
     @abstractmethod
     def exchange(self, x: Tensor, at: At) -> Exchange[Sum]: ...
+
+    def exchange_all(self, xs: Sequence[Tensor], ats: Sequence[At]) -> Exchange[list[Sum]]:
+        """Many tensors at once. Each has the sum of `exchange`; which others it goes with changes the time alone."""
+        return together([self.exchange(x, at) for x, at in zip(xs, ats, strict=True)])
 
     @abstractmethod
     def decoded(self, x: Tensor, at: At) -> Tensor:

@@ -39,29 +39,28 @@ class Compression:
 
     def exchange(self, gradients: Mapping[str, Tensor], step: int) -> Exchange[dict[str, Tensor]]:
         """The sum over replicas of each gradient; residuals are updated."""
-        exact = [name for name in gradients if self.compressors[name] == PLAIN]
-        coded = [name for name in gradients if self.compressors[name] != PLAIN]
+        groups: dict[Compressor, list[str]] = {}
+        for name in gradients:
+            groups.setdefault(self.compressors[name], []).append(name)
         exchanges = [
-            self.compressors[name].exchange(self.with_residual(name, gradients[name]), self.at(name, step))
-            for name in coded
+            compressor.exchange_all(
+                [self.with_residual(name, gradients[name]) for name in names], [self.at(name, step) for name in names]
+            )
+            for compressor, names in groups.items()
         ]
-        if exact:  # as one tensor: many are as short as a norm
-            joined = torch.cat([gradients[name].float().flatten() for name in exact])
-            exchanges.append(PLAIN.exchange(joined, self.at(exact[0], step)))
         sums = yield from together(exchanges)
-        totals = {name: self._keep(name, s) for name, s in zip(coded, sums, strict=False)}
-        if exact:
-            parts = sums[-1].total.split([gradients[name].numel() for name in exact])
-            totals |= {n: part.view(gradients[n].shape) for n, part in zip(exact, parts, strict=True)}
-        return {name: totals[name] for name in gradients}
+        found: dict[str, Sum] = {}
+        for names, group in zip(groups.values(), sums, strict=True):
+            found |= zip(names, group, strict=True)
+        self._keep(found)
+        return {name: found[name].total for name in gradients}
 
-    def _keep(self, name: str, summed: Sum) -> Tensor:
-        if self.compressors[name].feedback:
-            if name in self.residuals:
-                self.residuals[name].copy_(summed.error)  # in place: a checkpoint may hold views of it
-            else:
-                self.residuals[name] = summed.error.clone()
-        return summed.total
+    def _keep(self, sums: Mapping[str, Sum]) -> None:
+        fed_back = [name for name in sums if self.compressors[name].feedback]
+        known = [name for name in fed_back if name in self.residuals]
+        self.residuals |= {name: sums[name].error.clone() for name in fed_back if name not in self.residuals}
+        if known:  # in place: a checkpoint may hold views of them
+            torch._foreach_copy_([self.residuals[name] for name in known], [sums[name].error for name in known])
 
     def sent_bytes(self, shapes: Mapping[str, torch.Size]) -> int:
         coded = {n: s for n, s in shapes.items() if self.compressors[n] != PLAIN}

@@ -40,8 +40,8 @@ def first_bad(gradients: Sequence[Tensor]) -> int:
     """The place of the first gradient with NaN or infinity, or FINE. Waits for the device once."""
     if not gradients:
         return FINE
-    # A sum of absolute values is finite where all values are, but for overflow, which is as bad.
-    sizes = torch.stack([g.abs().sum(dtype=torch.float32) for g in gradients])
+    # A norm is finite where all values are, but for overflow, which is as bad.
+    sizes = torch.stack([n.float() for n in torch._foreach_norm(list(gradients))])
     bad = (~sizes.isfinite()).nonzero()
     return int(bad[0]) if len(bad) else FINE
 

@@ -8,6 +8,7 @@ has the mean over replicas: both add up to the same, and ours is smaller.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from shoestring.train.reducers.compressor import At, Compressor, Sum
 from shoestring.train.reducers.quantizers import PLAIN
-from shoestring.train.reducers.rounds import Exchange
+from shoestring.train.reducers.rounds import Exchange, together
 
 MIN_RATE = 2  # smaller savings are not worth an error
 
@@ -42,16 +43,32 @@ class PowerSGD(Compressor):
         return p_NR @ q_MR.T
 
     def exchange(self, x: Tensor, at: At) -> Exchange[Sum]:
-        if not self.fits(x.shape):
-            return (yield from PLAIN.exchange(x, at))
-        self.begin(x, at)
-        m_NM = x.reshape(self._matrix(x.shape))
-        p_NR = (yield from PLAIN.exchange(m_NM @ orthonormal(at.memory["q"]), at)).total
-        p_NR = orthonormal(p_NR)
-        mine = m_NM.T @ p_NR
-        q_MR = (yield from PLAIN.exchange(mine, at)).total
-        at.memory["q"].copy_(q_MR)
-        return Sum(self.decode(p_NR, q_MR).view(x.shape), (m_NM - self.decode(p_NR, mine)).view(x.shape))
+        return (yield from self.exchange_all([x], [at]))[0]
+
+    def exchange_all(self, xs: Sequence[Tensor], ats: Sequence[At]) -> Exchange[list[Sum]]:
+        """One sum for all P, one for all Q, and one for all tensors that are too small for factors."""
+        thin = [i for i, x in enumerate(xs) if self.fits(x.shape)]
+        rest = [i for i, x in enumerate(xs) if not self.fits(x.shape)]
+        exchanges = [self._factors([xs[i] for i in thin], [ats[i] for i in thin])] if thin else []
+        exchanges += [PLAIN.exchange_all([xs[i] for i in rest], [ats[i] for i in rest])] if rest else []
+        sums = yield from together(exchanges)
+        found = dict(zip([*thin, *rest], [one for group in sums for one in group], strict=True))
+        return [found[i] for i in range(len(xs))]
+
+    def _factors(self, xs: Sequence[Tensor], ats: Sequence[At]) -> Exchange[list[Sum]]:
+        for x, at in zip(xs, ats, strict=True):
+            self.begin(x, at)
+        matrices = [x.reshape(self._matrix(x.shape)) for x in xs]
+        kept = orthonormal_all([at.memory["q"] for at in ats])
+        started = [m @ q for m, q in zip(matrices, kept, strict=True)]
+        ps = orthonormal_all((yield from PLAIN.sums(started, ats[0])))
+        mine = [m.T @ p for m, p in zip(matrices, ps, strict=True)]
+        qs = yield from PLAIN.sums(mine, ats[0])
+        torch._foreach_copy_([at.memory["q"] for at in ats], qs)
+        return [
+            Sum(self.decode(p, q).view(x.shape), torch.addmm(m, p, own.T, alpha=-1).view(x.shape))
+            for x, m, p, q, own in zip(xs, matrices, ps, qs, mine, strict=True)
+        ]
 
     def decoded(self, x: Tensor, at: At) -> Tensor:
         if not self.fits(x.shape):
@@ -77,3 +94,14 @@ class PowerSGD(Compressor):
 def orthonormal(a_NR: Tensor) -> Tensor:
     """Columns of length 1 at right angles; columns that depend on others are replaced by some that do not."""
     return torch.linalg.qr(a_NR)[0]
+
+
+def orthonormal_all(matrices: Sequence[Tensor]) -> list[Tensor]:
+    """`orthonormal` of each; those of one shape in one call, which takes most of the time of a small one."""
+    by_shape: dict[torch.Size, list[int]] = {}
+    for i, a_NR in enumerate(matrices):
+        by_shape.setdefault(a_NR.shape, []).append(i)
+    found: dict[int, Tensor] = {}
+    for same in by_shape.values():
+        found |= zip(same, orthonormal(torch.stack([matrices[i] for i in same])), strict=True)
+    return [found[i] for i in range(len(matrices))]

@@ -4,7 +4,7 @@
 
 Each rank owns one part of a tensor. It receives the codes of its part from all others, adds the decoded values in fp32,
 encodes the sum, and sends it to everyone. What the owner's second rounding loses goes into the owner's error, so one
-residual per replica covers both roundings.
+residual per replica covers both roundings. Small tensors are laid side by side and encoded as one (`exchange_all`).
 
 QSGD (Alistarh et al. 2017) and TernGrad (Wen et al. 2017) round at random and are unbiased; error feedback would not
 help them, because their error can be larger than the gradient. Ours differ from the papers in the scale per block
@@ -14,6 +14,7 @@ instead of per layer, and in the owner's re-encoding with 8 bits, where TernGrad
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +22,9 @@ from torch import Tensor
 
 from shoestring.kernels.comm.block_codes import decode_blocks, encode_blocks, encode_with_error, in_order, sum_blocks
 from shoestring.train.reducers.compressor import At, Compressor, Sum, to_rows
-from shoestring.train.reducers.rounds import Exchange, ToAll, ToOwners, as_bytes, from_bytes
+from shoestring.train.reducers.rounds import Exchange, ToAll, ToOwners, as_bytes, from_bytes, together
+
+BUCKET_VALUES = 1 << 22  # tensors are joined up to this many values: a joined copy must not cost much memory
 
 
 class Quantizer(Compressor):
@@ -30,7 +33,7 @@ class Quantizer(Compressor):
     block: int
 
     @abstractmethod
-    def encode(self, rows_RN: Tensor, noise: torch.Generator | None = None) -> Tensor: ...
+    def encode(self, rows_RN: Tensor, noise: Tensor | None = None) -> Tensor: ...
 
     @abstractmethod
     def decode(self, wire_RB: Tensor, num: int) -> Tensor: ...
@@ -39,7 +42,7 @@ class Quantizer(Compressor):
     def row_bytes(self, num: int) -> int:
         """Of the code of a row of `num` values."""
 
-    def encode_with_error(self, rows_RN: Tensor, noise: torch.Generator | None) -> tuple[Tensor, Tensor]:
+    def encode_with_error(self, rows_RN: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
         """(bytes, what they lose); the loss is 0 where it is not fed back."""
         return self.encode(rows_RN, noise), torch.zeros_like(rows_RN)
 
@@ -55,25 +58,37 @@ class Quantizer(Compressor):
         return self
 
     def exchange(self, x: Tensor, at: At) -> Exchange[Sum]:
-        rows = to_rows(x, at.size, max(self.block, self.reply.block))
-        num = rows.shape[1]
-        wire, errors = self.encode_with_error(rows, self._noise(x, at, 0))
-        total = self.sum((yield ToOwners(wire)), rows[at.rank], at.rank)
-        reply = self.reply.encode(total[None], self._noise(x, at, 1))
-        answers = self.reply.decode((yield ToAll(reply[0])), num)
-        errors[at.rank] = total - answers[at.rank]
-        return Sum(_from_rows(answers, x), _from_rows(errors, x))
+        return (yield from self._joined([x], [at]))[0]
+
+    def exchange_all(self, xs: Sequence[Tensor], ats: Sequence[At]) -> Exchange[list[Sum]]:
+        buckets = list(_buckets(xs))
+        sums = yield from together([self._joined([xs[i] for i in b], [ats[i] for i in b]) for b in buckets])
+        return [one for bucket in sums for one in bucket]
+
+    def _joined(self, xs: Sequence[Tensor], ats: Sequence[At]) -> Exchange[list[Sum]]:
+        """The rows of all tensors side by side: every value has the owner and the block that it has alone."""
+        rank, block = ats[0].rank, max(self.block, self.reply.block)
+        parts = [to_rows(x, ats[0].size, block) for x in xs]
+        rows = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        wire, errors = self.encode_with_error(rows, self._noise(parts, ats, 0))
+        total = self.sum((yield ToOwners(wire)), rows[rank], rank)[None]
+        widths = [p.shape[1] for p in parts]
+        reply = self.reply.encode(total, self._noise(total.split(widths, dim=1), ats, 1))
+        answers = self.reply.decode((yield ToAll(reply[0])), rows.shape[1])
+        errors[rank] = total[0] - answers[rank]
+        split = zip(answers.split(widths, dim=1), errors.split(widths, dim=1), xs, strict=True)
+        return [Sum(_from_rows(answer, x), _from_rows(error, x)) for answer, error, x in split]
 
     def decoded(self, x: Tensor, at: At) -> Tensor:
         rows = to_rows(x, at.size, max(self.block, self.reply.block))
-        return _from_rows(self.decode(self.encode(rows, self._noise(x, at, 0)), rows.shape[1]), x)
+        return _from_rows(self.decode(self.encode(rows, self._noise([rows], [at], 0)), rows.shape[1]), x)
 
     def sent_bytes(self, shape: torch.Size, size: int) -> int:
         block = max(self.block, self.reply.block)
         num = -(-shape.numel() // (size * block)) * block
         return (size - 1) * (self.row_bytes(num) + self.reply.row_bytes(num))
 
-    def _noise(self, x: Tensor, at: At, part: int) -> torch.Generator | None:
+    def _noise(self, parts: Sequence[Tensor], ats: Sequence[At], round: int) -> Tensor | None:
         return None
 
 
@@ -88,7 +103,7 @@ class Float(Quantizer):
     def name(self) -> str:
         return "plain" if self.dtype == torch.float32 else "bf16"
 
-    def encode(self, rows_RN: Tensor, noise: torch.Generator | None = None) -> Tensor:
+    def encode(self, rows_RN: Tensor, noise: Tensor | None = None) -> Tensor:
         if self.dtype == torch.float32:
             return as_bytes(rows_RN)
         limit = torch.finfo(self.dtype).max  # the largest fp32 numbers would round to infinity
@@ -97,14 +112,29 @@ class Float(Quantizer):
     def decode(self, wire_RB: Tensor, num: int) -> Tensor:
         return from_bytes(wire_RB, self.dtype).float()
 
+    def exchange_all(self, xs: Sequence[Tensor], ats: Sequence[At]) -> Exchange[list[Sum]]:
+        if self.dtype != torch.float32:
+            return (yield from super().exchange_all(xs, ats))
+        nothing = xs[0].new_zeros(())
+        totals = yield from self.sums(xs, ats[0])
+        return [Sum(total, nothing.expand(total.shape)) for total in totals]
+
+    def sums(self, xs: Sequence[Tensor], at: At) -> Exchange[list[Tensor]]:
+        """Exact, and as one tensor: many are as short as a norm, and who adds up a value does not matter."""
+        total = yield from self._exact(torch.cat([x.flatten() for x in xs]), at)
+        parts = total.split([x.numel() for x in xs])
+        return [part.view(x.shape) for part, x in zip(parts, xs, strict=True)]
+
     def exchange(self, x: Tensor, at: At) -> Exchange[Sum]:
         if self.dtype != torch.float32:
             return (yield from super().exchange(x, at))
-        # Exact, and often of tensors as short as a norm: nothing is computed but the sum.
+        return Sum((yield from self._exact(x, at)), x.new_zeros(()).expand(x.shape))
+
+    def _exact(self, x: Tensor, at: At) -> Exchange[Tensor]:
+        """Nothing is computed but the sum."""
         received = yield ToOwners(as_bytes(to_rows(x, at.size, 1)))
         answers = yield ToAll(as_bytes(in_order(from_bytes(received, torch.float32))))
-        total = from_bytes(answers, torch.float32)
-        return Sum(_from_rows(total, x), x.new_zeros(()).expand(x.shape))
+        return _from_rows(from_bytes(answers, torch.float32), x)
 
     def row_bytes(self, num: int) -> int:
         return num * self.dtype.itemsize
@@ -133,15 +163,14 @@ class BlockCodes(Quantizer):
     def reply(self) -> Quantizer:
         return REPLY if self.stochastic and self.bits < REPLY.bits else self
 
-    def encode(self, rows_RN: Tensor, noise: torch.Generator | None = None) -> Tensor:
+    def encode(self, rows_RN: Tensor, noise: Tensor | None = None) -> Tensor:
         if self.clip_sigma:
             blocks = rows_RN.unflatten(1, (-1, self.block))
             limit = self.clip_sigma * blocks.square().mean(-1, keepdim=True).sqrt()
             rows_RN = blocks.clamp(-limit, limit).flatten(1)
-        random = torch.rand(rows_RN.shape, generator=noise, device=rows_RN.device) if self.stochastic else None
-        return encode_blocks(rows_RN, self.bits, self.block, norm=self.norm, noise=random)
+        return encode_blocks(rows_RN, self.bits, self.block, norm=self.norm, noise=noise)
 
-    def encode_with_error(self, rows_RN: Tensor, noise: torch.Generator | None) -> tuple[Tensor, Tensor]:
+    def encode_with_error(self, rows_RN: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
         if self.feedback:
             return encode_with_error(rows_RN, self.bits, self.block)
         return super().encode_with_error(rows_RN, noise)
@@ -155,8 +184,16 @@ class BlockCodes(Quantizer):
     def row_bytes(self, num: int) -> int:
         return num * self.bits // 8 + num // self.block * 4
 
-    def _noise(self, x: Tensor, at: At, part: int) -> torch.Generator | None:
-        return at.generator(x.device, part=part) if self.stochastic else None
+    def _noise(self, parts: Sequence[Tensor], ats: Sequence[At], round: int) -> Tensor | None:
+        """Of each tensor by its own name, so that it does not depend on the bucket."""
+        if not self.stochastic:
+            return None
+        device = parts[0].device
+        drawn = [
+            torch.rand(p.shape, generator=at.generator(device, part=round), device=device)
+            for p, at in zip(parts, ats, strict=True)
+        ]
+        return torch.cat(drawn, dim=1)
 
 
 PLAIN = Float()
@@ -170,3 +207,15 @@ TERNGRAD = BlockCodes("terngrad", 2, block=512, stochastic=True, clip_sigma=2.5)
 
 def _from_rows(rows_RN: Tensor, like: Tensor) -> Tensor:
     return rows_RN.reshape(-1)[: like.numel()].view(like.shape)
+
+
+def _buckets(xs: Sequence[Tensor]) -> Iterator[list[int]]:
+    """Which tensors, one after the other, are joined."""
+    bucket: list[int] = []
+    for i, x in enumerate(xs):
+        if bucket and sum(xs[j].numel() for j in bucket) + x.numel() > BUCKET_VALUES:
+            yield bucket
+            bucket = []
+        bucket.append(i)
+    if bucket:
+        yield bucket

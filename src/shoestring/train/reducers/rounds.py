@@ -130,14 +130,16 @@ class Link:
         if self.group is None:
             return payload if isinstance(asked, ToOwners) else payload[None]
         began = time.perf_counter()
-        if isinstance(asked, ToOwners):
-            answer = torch.empty_like(payload)
-            dist.all_to_all_single(answer, payload, group=self.group)
-            self.sent_bytes += payload.numel() // self.size * (self.size - 1)
-        else:
+        if isinstance(asked, ToAll) and payload.device.type != "cpu":
             answer = payload.new_empty(self.size, payload.numel())
             dist.all_gather(list(answer), payload, group=self.group)
-            self.sent_bytes += payload.numel() * (self.size - 1)
+        else:
+            # On CPUs ToAll too: gloo's all_gather passes messages around a ring, so that each waits for the one before.
+            if isinstance(asked, ToAll):
+                payload = payload.expand(self.size, -1).contiguous()
+            answer = torch.empty_like(payload)
+            dist.all_to_all_single(answer, payload, group=self.group)
+        self.sent_bytes += answer.numel() // self.size * (self.size - 1)
         self.seconds += time.perf_counter() - began
         return answer
 
