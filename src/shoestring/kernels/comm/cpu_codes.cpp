@@ -220,14 +220,14 @@ void top_magnitudes(const float *x, int64_t *index, int64_t rows, int64_t num, i
 }
 
 // The largest k of each row of rows [rows, num] in bf16 into `values` and their places, less 2^15, into `places`;
-// error, where given, is x less what is sent.
+// error, where given, is x less what is sent; it may be x itself.
 void encode_top(const float *x, uint16_t *values, int16_t *places, float *error, int64_t rows, int64_t num, int64_t k,
                 int64_t threads) {
   parallel(rows, threads, [=](int64_t first, int64_t last) {
     Kept kept(num);
     for (int64_t r = first; r < last; ++r) {
       const float *row = x + r * num;
-      if (error) std::memcpy(error + r * num, row, 4 * num);
+      if (error && error != x) std::memcpy(error + r * num, row, 4 * num);
       top_of_row(row, num, k, kept, [&](int64_t j, int32_t at) {
         uint16_t value = to_bf16(row[at]);
         values[r * k + j] = value;

@@ -3,7 +3,8 @@
 A tensor is cut into rows of MAX_ROW values and a rest; of each, a share `ratio` is kept, at least one value. A message
 holds all values, then all places. Places count from the beginning of their row.
 
-    wire = encode_sparse(flat_N, ratio, error_N)      error, where given, is filled with flat - what was sent
+    wire = encode_sparse(flat_N, ratio, error_N)      error, where given, is filled with flat - what was sent; on a CPU
+                                                      it may be flat itself
     total_N = sum_sparse(wire_SB, num, ratio)         of the messages of S senders, added one after the other
 
 On a CPU both are loops in C++ (cpu_codes.py), on a GPU of compute capability 9.0 and later kernels that read and write
@@ -51,7 +52,8 @@ def encode_sparse_ref(flat_N: Tensor, ratio: float, error_N: Tensor | None = Non
     place_K = (torch.cat(places) - OFFSET).to(torch.int16)
     wire = torch.cat([sent.view(torch.uint8), place_K.view(torch.uint8)])
     if error_N is not None:
-        error_N.copy_(flat_N)
+        if error_N is not flat_N:
+            error_N.copy_(flat_N)
         error_N[_read(wire, flat_N.numel(), ratio)[0]] -= sent.float()
     return wire
 

@@ -2,10 +2,12 @@
 
     exchange(x, at)     x is this replica's tensor in fp32; the exchange returns Sum(total, error)
 
+With error feedback x belongs to the exchange, which may leave the error in it.
+
 `total` is the same on all replicas. `error` is what this replica must add to its next gradient (feedback.py), so that
 over the replicas    sum(total) + sum(errors) = sum(x)    holds exactly but for the rounding of fp32.
 
-Encoding and decoding are pure functions over plain tensors: no process group, no model, no state but what `at` holds.
+Encoding and decoding are functions over plain tensors: no process group, no model, no state but what `at` holds.
 """
 
 from __future__ import annotations

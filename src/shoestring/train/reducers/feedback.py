@@ -30,22 +30,32 @@ class Compression:
     def at(self, name: str, step: int) -> At:
         return At(self.rank, self.size, name, step, self.seed, self.memories.setdefault(name, {}))
 
-    def with_residual(self, name: str, gradient: Tensor) -> Tensor:
-        """The gradient in fp32 and what earlier steps left out of it."""
-        compressor, value = self.compressors[name], gradient.float()
-        if name not in self.residuals:
-            return value
-        return torch.add(value, self.residuals[name], alpha=compressor.decay)
+    def given(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Each gradient in fp32 and what earlier steps left out of it.
+
+        With error feedback it is the residual itself, added to in place: memory that is touched twice costs more time
+        than what is computed. The exchange leaves the new residual there."""
+        fed_back = [name for name in gradients if self.compressors[name].feedback]
+        for name in fed_back:
+            if name not in self.residuals:
+                like = gradients[name]
+                self.residuals[name] = torch.zeros(like.shape, dtype=torch.float32, device=like.device)
+            if self.compressors[name].decay != 1:
+                self.residuals[name].mul_(self.compressors[name].decay)
+        if fed_back:
+            torch._foreach_add_([self.residuals[n] for n in fed_back], [gradients[n] for n in fed_back])
+        return {name: self.residuals[name] if name in fed_back else g.float() for name, g in gradients.items()}
 
     def exchange(self, gradients: Mapping[str, Tensor], step: int) -> Exchange[dict[str, Tensor]]:
         """The sum over replicas of each gradient; residuals are updated."""
+        return (yield from self.exchange_given(self.given(gradients), step))
+
+    def exchange_given(self, given: Mapping[str, Tensor], step: int) -> Exchange[dict[str, Tensor]]:
         groups: dict[Compressor, list[str]] = {}
-        for name in gradients:
+        for name in given:
             groups.setdefault(self.compressors[name], []).append(name)
         exchanges = [
-            compressor.exchange_all(
-                [self.with_residual(name, gradients[name]) for name in names], [self.at(name, step) for name in names]
-            )
+            compressor.exchange_all([given[name] for name in names], [self.at(name, step) for name in names])
             for compressor, names in groups.items()
         ]
         sums = yield from together(exchanges)
@@ -53,14 +63,14 @@ class Compression:
         for names, group in zip(groups.values(), sums, strict=True):
             found |= zip(names, group, strict=True)
         self._keep(found)
-        return {name: found[name].total for name in gradients}
+        return {name: found[name].total for name in given}
 
     def _keep(self, sums: Mapping[str, Sum]) -> None:
-        fed_back = [name for name in sums if self.compressors[name].feedback]
-        known = [name for name in fed_back if name in self.residuals]
-        self.residuals |= {name: sums[name].error.clone() for name in fed_back if name not in self.residuals}
-        if known:  # in place: a checkpoint may hold views of them
-            torch._foreach_copy_([self.residuals[name] for name in known], [sums[name].error for name in known])
+        """In place: a checkpoint may hold views of residuals."""
+        pairs = [(self.residuals[name], one.error) for name, one in sums.items() if self.compressors[name].feedback]
+        moved = [(residual, error) for residual, error in pairs if residual.data_ptr() != error.data_ptr()]
+        if moved:
+            torch._foreach_copy_([residual for residual, _ in moved], [error for _, error in moved])
 
     def sent_bytes(self, shapes: Mapping[str, torch.Size]) -> int:
         coded = {n: s for n, s in shapes.items() if self.compressors[n] != PLAIN}

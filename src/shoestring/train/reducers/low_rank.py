@@ -66,7 +66,7 @@ class PowerSGD(Compressor):
         qs = yield from PLAIN.sums(mine, ats[0])
         torch._foreach_copy_([at.memory["q"] for at in ats], qs)
         return [
-            Sum(self.decode(p, q).view(x.shape), torch.addmm(m, p, own.T, alpha=-1).view(x.shape))
+            Sum(self.decode(p, q).view(x.shape), m.addmm_(p, own.T, alpha=-1).view(x.shape))
             for x, m, p, q, own in zip(xs, matrices, ps, qs, mine, strict=True)
         ]
 

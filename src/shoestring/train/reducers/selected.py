@@ -69,7 +69,7 @@ class SelectedCompression(Compression):
         return (self.size - 1) * (4 * (NUM_FEATURES * len(self.layers) + 1) + len(self.layers))
 
     def exchange(self, gradients: Mapping[str, Tensor], step: int) -> Exchange[dict[str, Tensor]]:
-        given = {n: self.with_residual(n, gradients[n]) for n in self.layers}
+        given = self.given(gradients)
         mine = _features([gradients[n].float() for n in self.layers], [given[n] for n in self.layers])
         loss = torch.tensor([self.loss], device=mine.device)
         plan = self._plan(step, mine).to(mine.device)
@@ -78,7 +78,11 @@ class SelectedCompression(Compression):
         for name, option in zip(self.layers, chosen, strict=True):
             self.compressors[name] = self.options[option]
         self.on_plan(step, chosen)
-        sums = yield from super().exchange(gradients, step)
+        began = time.perf_counter()
+        measured = () if self.selector is None else self.selector.layers_to_measure(step)
+        errors = self._errors([self.layers[i] for i in measured], given, step)  # before the exchange uses `given` up
+        self.selector_seconds += time.perf_counter() - began
+        sums = yield from self.exchange_given(given, step)
         if self.selector is not None:
             began = time.perf_counter()
             numbers = from_bytes(answers[:, : -len(self.layers)], torch.float32).double()
@@ -88,9 +92,8 @@ class SelectedCompression(Compression):
             gradient_L, given_L, product_L = features.T
             loss_now = float(numbers[:, -1].sum())
             self.selector.observe(Facts(step, gradient_L, given_L, product_L, total_L, loss_now))
-            if measured := self.selector.layers_to_measure(step):
-                names = [self.layers[i] for i in measured]
-                self.selector.errors(measured, self._errors(names, given, step, self.selector.error_power))
+            if measured:
+                self.selector.errors(measured, errors)
             self.selector_seconds += time.perf_counter() - began
         return sums
 
@@ -104,7 +107,9 @@ class SelectedCompression(Compression):
         self.selector_seconds += time.perf_counter() - began
         return plan
 
-    def _errors(self, names: Sequence[str], given: Mapping[str, Tensor], step: int, power: int) -> np.ndarray:
+    def _errors(self, names: Sequence[str], given: Mapping[str, Tensor], step: int) -> np.ndarray:
+        power = 1 if self.selector is None else self.selector.error_power
+
         def error(name: str, option: Compressor) -> float:
             lost = given[name] - option.decoded(given[name], self.at(name, step))
             return float(lost.abs().pow(power).sum())
