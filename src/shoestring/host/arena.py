@@ -18,6 +18,7 @@ one; the system drops locks when a process ends. No torch here: the agent that o
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import json
@@ -45,6 +46,7 @@ _SUM = 16  # bytes of a checksum in hexadecimal, padded
 MOST_BYTES = 1 << 46  # of a slot; a file that declares more is damaged
 POPULATE_WRITE = 23  # madvise: map the pages now (Linux 5.14)
 TOUCH_BYTES = 256 << 20
+_LIBC = ctypes.CDLL(None)
 
 
 @dataclass(frozen=True)
@@ -138,16 +140,20 @@ class Arena:
         Writing to a page that tmpfs cannot provide would kill the process (SIGBUS); here it is an ordinary error.
         """
         begin = self.slot_begin(slot)
+        mapped = ctypes.c_char.from_buffer(self.map)
+        address = ctypes.addressof(mapped)
 
         def touch_piece(at: int) -> None:
             size = min(TOUCH_BYTES, self.slot_bytes - at)
             os.posix_fallocate(self._fd, begin + at, size)
-            with contextlib.suppress(OSError):  # an older kernel maps pages at the first write
-                self.map.madvise(POPULATE_WRITE, begin + at, size)
+            # Not mmap.madvise, which holds the interpreter's lock, and with it training, for as long as this takes. An
+            # older kernel refuses, and maps pages at the first write.
+            _LIBC.madvise(ctypes.c_void_p(address + begin + at), ctypes.c_size_t(size), POPULATE_WRITE)
 
         if slot == 0:
             os.posix_fallocate(self._fd, 0, self.slot_begin(0))
         list(pool.map(touch_piece, range(0, self.slot_bytes, TOUCH_BYTES)))
+        del mapped  # or the map could not be closed
 
     def read_into(self, slot: int, at: int, buffer: memoryview) -> None:
         """Fill the buffer from byte `at` of a slot, through the file and not through the map: no page faults."""
