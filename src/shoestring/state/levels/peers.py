@@ -139,11 +139,10 @@ def slot_to_send(mine: ArenaCopy | None) -> Iterator[tuple[bytes, int, Tensor | 
             return
         view = arena.slot_view(mine.slot)
         try:
-            data = torch.frombuffer(view, dtype=torch.uint8)
-            yield json.dumps(dump_index(mine.copy)).encode(), mine.copy.num_bytes, data
+            index = json.dumps(dump_index(mine.copy)).encode()
+            yield index, mine.copy.num_bytes, torch.frombuffer(view, dtype=torch.uint8)
         finally:
-            data = None  # the view can be released only when no tensor looks at it
-            with contextlib.suppress(BufferError):
+            with contextlib.suppress(BufferError):  # a tensor still looks at it: released when that is gone
                 view.release()
 
 
