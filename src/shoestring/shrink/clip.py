@@ -28,9 +28,10 @@ from shoestring.formats import GridFormat, Parts
 from shoestring.formats.groups import extremes, group_width, split
 from shoestring.shrink.calibrate import Statistics
 from shoestring.shrink.chosen_grid import ChosenGrid, round_to_nearest, snap_to_grid
+from shoestring.shrink.graphed_sweep import piece_by_piece
 
-# Elements in one batch of trials: fits a CPU's cache, fills a GPU.
-CHUNK = {"cpu": 1 << 20, "cuda": 1 << 26}
+# Elements in one batch of trials: fits the cache of a CPU, where every thread has a batch of its own; fills a GPU.
+CHUNK = {"cpu": 1 << 19, "cuda": 1 << 26}
 
 
 @dataclass(frozen=True)
@@ -79,10 +80,12 @@ def _over_rows(w: Tensor, blocks: Tensor, format: GridFormat, state: Parts, sett
     """Every (row, group) independently, in chunks of rows."""
     num_trials = settings.steps**2 if settings.search == "full" else settings.steps
     rows = max(1, CHUNK.get(w.device.type, 1 << 24) // (w.shape[1] * num_trials))
-    found = []
-    for part in w.split(rows):
+
+    def search(part: Tensor) -> tuple[Tensor, Tensor]:
         w_g = split(part, format.group).transpose(0, 1).contiguous()  # [groups, rows, group]
-        found.append(search_ranges(w_g, blocks, None, format, state, settings))
+        return search_ranges(w_g, blocks, None, format, state, settings)
+
+    found = piece_by_piece(search, w.split(rows))
     low, high = (torch.cat([f[i] for f in found], dim=1).transpose(0, 1) for i in (0, 1))
     return low, high
 

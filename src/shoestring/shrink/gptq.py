@@ -36,7 +36,7 @@ from shoestring.formats import GridFormat, Parts, Stacked
 from shoestring.formats.groups import extremes, group_width, split
 from shoestring.shrink.calibrate import Statistics
 from shoestring.shrink.chosen_grid import ChosenGrid
-from shoestring.shrink.clip import Clip, clip_ranges, search_ranges
+from shoestring.shrink.clip import Clip, clip_ranges
 from shoestring.shrink.coordinate_descent import descend
 from shoestring.shrink.graphed_sweep import one_thread, sweep
 
@@ -174,5 +174,4 @@ def _find_grid(w: Tensor, hessian: Tensor, format: GridFormat, state: Parts, set
     """The grid of one group from its slice [out, group] and the Hessian of that slice."""
     if settings.clip is None:
         return format.find_grid(*extremes(w))
-    low, high = search_ranges(w[None], hessian.float()[None], None, format, state, settings.clip)
-    return format.find_grid(low[0], high[0])
+    return format.find_grid(*(t[:, 0] for t in clip_ranges(w, hessian, format, state, settings.clip)))

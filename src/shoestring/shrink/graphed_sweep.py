@@ -5,15 +5,17 @@ of a model have few shapes: the first layer of a shape runs eagerly and is captu
 their own numbers. A graph is used only if it reproduces the eager result bit for bit.
 
 On a CPU nothing is captured, and columns are processed by one thread (`one_thread`): the work between two barriers is
-microseconds, and where another process has one of the cores each barrier waits for the scheduler.
+microseconds, and where another process has one of the cores each barrier waits for the scheduler. Work that falls into
+pieces is done a piece a thread (`piece_by_piece`), for the same reason: threads then wait for each other once.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +25,7 @@ from shoestring.kernels.runtime.capture_stream import on_capture_stream
 # Graph, inputs and outputs by shape and settings; None: the capture failed.
 _GRAPHS: dict[Hashable, tuple[Any, tuple[Tensor, ...], tuple[Tensor, ...]] | None] = {}
 _LIMIT = 12
+Found = TypeVar("Found")
 
 
 @contextmanager
@@ -34,6 +37,24 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def piece_by_piece(run: Callable[[Tensor], Found], pieces: Sequence[Tensor]) -> list[Found]:
+    """[run(piece), ...] without gradients. On a CPU every piece is computed by one thread, so that results do not
+    depend on how many there are."""
+
+    def run_piece(piece: Tensor) -> Found:
+        with torch.no_grad():  # not inherited by threads
+            return run(piece)
+
+    if pieces[0].is_cuda:
+        return [run_piece(piece) for piece in pieces]
+    threads = min(torch.get_num_threads(), len(pieces))
+    with one_thread():  # which new threads take over
+        if threads == 1:
+            return [run_piece(piece) for piece in pieces]
+        with ThreadPoolExecutor(threads) as pool:
+            return list(pool.map(run_piece, pieces))
 
 
 def sweep(key: Hashable, run: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> tuple[Tensor, ...]:
