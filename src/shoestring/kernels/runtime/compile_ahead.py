@@ -1,16 +1,15 @@
 """Kernels compiled by several threads before they are first launched.
 
     with rehearsal() as missing:
-        program()               # kernels that are not compiled yet are noted, and not launched
+        program()               # no kernel is launched; those that are not compiled yet are noted
     missing.compile()
 
 Triton and NVRTC compile a kernel where it is first launched, one after the other: dozens of kernels for a first text,
 each a fraction of a second. Most of that time is spent outside of the interpreter's lock, so threads share it.
 Opt-in until it has been measured on a GPU: SHOESTRING_COMPILE_AHEAD=1.
 
-What follows a kernel that was left out reads memory that nothing has written. So a rehearsed program must not use what
-a kernel writes as an index. A kernel that fails to compile here is compiled again, with its message, where it is
-launched.
+In a rehearsal torch computes from memory that nothing has written. So the program must not let torch index with what a
+kernel writes. A kernel that fails to compile here is compiled again, with its message, where it is launched.
 """
 
 from __future__ import annotations
@@ -80,13 +79,18 @@ def _triton_notes() -> Iterator[None]:
         yield
         return
     import triton
+    from triton.runtime.jit import JITFunction
 
-    before = triton.knobs.runtime.jit_cache_hook
-    triton.knobs.runtime.jit_cache_hook = _note_triton
+    hook, run = triton.knobs.runtime.jit_cache_hook, JITFunction.run
+
+    def rehearse(kernel: Any, *args: Any, warmup: bool, **options: Any) -> Any:
+        return run(kernel, *args, warmup=warmup or rehearsed() is not None, **options)  # Triton's word for no launch
+
+    triton.knobs.runtime.jit_cache_hook, JITFunction.run = _note_triton, rehearse
     try:
         yield
     finally:
-        triton.knobs.runtime.jit_cache_hook = before
+        triton.knobs.runtime.jit_cache_hook, JITFunction.run = hook, run
 
 
 def _note_triton(*, key: str, fn: Any, compile: dict[str, Any], **_: object) -> bool:

@@ -221,8 +221,7 @@ class Engine:
     ) -> None:
         """From now on, while no request runs: another drafter, with a controller that knows it already or a new one."""
         assert not self.scheduler.running, "requests are running with the drafter they began with"
-        self.drafter, self.draft_controller, self._warmed_up = drafter, None, False
-        self._compiled = False  # whether kernels were compiled ahead
+        self.drafter, self.draft_controller, self._prepared = drafter, None, False
         self.num_drafts = FIXED_DRAFTS if num_drafts is None else num_drafts
         if num_drafts is None and drafter is not None and self._timed:
             self.draft_controller = controller or DraftLengthController(self._profile)
@@ -237,22 +236,36 @@ class Engine:
         self.scheduler.max_requests = choose_requests(most, self._profile, self.runner.device.type)
         return self.scheduler.max_requests
 
-    @torch.no_grad()
     def warm_up(self) -> None:
         """Capture and compile what requests would otherwise wait for (warmup.py). An engine with a draft-length
-        controller does this in its first step at the latest."""
+        controller does this in its first step at the latest; one for a single request then makes what that request
+        needs, and the rest when it is needed."""
+        self._warm_up(KINDS, prefills=True)
+
+    @torch.no_grad()
+    def _warm_up(self, kinds: Sequence[SamplingKind], *, prefills: bool) -> None:
         sizes = self.scheduler.max_requests, self.max_context, self.chunk
         lengths = self.draft_controller.lengths if self.draft_controller else ()
-        self._compile_ahead(KINDS, lengths)
-        warm_up_steps(self.runner, *sizes, lengths, self.skip_sets.usual)
+        self._compile_ahead(kinds, lengths, prefills)
+        warm_up_steps(self.runner, *sizes, lengths, self.skip_sets.usual, kinds, prefills)
         if self.draft_controller is not None:
-            warm_up_drafting(self.runner, self.drafter, self.draft_controller, *sizes)
-        self._num_graphs, self._warmed_up = self.num_graphs, True
+            warm_up_drafting(self.runner, self.drafter, self.draft_controller, *sizes, kinds)
+        self._num_graphs, self._prepared = self.num_graphs, True
 
-    def _compile_ahead(self, kinds: Sequence[SamplingKind], lengths: Sequence[int] | None) -> None:
-        runners = [self.runner, *(() if self.drafter is None else self.drafter.runners())]
-        compile_ahead(runners, self.scheduler.max_requests, kinds, lengths, self.skip_sets.usual)
-        self._compiled = True
+    def _compile_ahead(self, kinds: Sequence[SamplingKind], lengths: Sequence[int] | None, prefills: bool) -> None:
+        drafters = () if self.drafter is None else self.drafter.runners()
+        most = self.scheduler.max_requests
+        compile_ahead(self.runner, drafters, most, kinds, lengths, self.skip_sets.usual, prefills)
+
+    def _prepare(self) -> None:
+        """Before the first step, where nobody has warmed up."""
+        kind = sampling_kind([r.sampling for r in (*self.waiting, *self.running)])
+        if self.draft_controller is None:
+            self._compile_ahead([kind], None, prefills=False)
+            self._prepared = True
+        else:
+            alone = self.scheduler.max_requests == 1
+            self._warm_up([kind] if alone else KINDS, prefills=not alone)
 
     @property
     def num_graphs(self) -> int:
@@ -331,10 +344,8 @@ class Engine:
     @torch.no_grad()
     def step(self) -> list[Output]:
         """Compute one batch of rows; the requests that gained tokens or ended, in no particular order."""
-        if self.draft_controller is not None and not self._warmed_up and self.busy:
-            self.warm_up()
-        if not self._compiled and self.busy:
-            self._compile_ahead([sampling_kind([r.sampling for r in (*self.waiting, *self.running)])], None)
+        if not self._prepared and self.busy:
+            self._prepare()
         outputs = self._expire()
         if self.scheduler.late:
             self._rejoin()

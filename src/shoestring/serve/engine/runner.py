@@ -304,11 +304,22 @@ class Runner:
                     self._graphs.capture_decode(num, each, kind, skip)
             self._run_eager([PROMPT], 0)
 
-    def rehearse_warm_up(self, max_requests: int, kinds: Sequence[SamplingKind]) -> None:
-        """The same for prefills as graphs and for passes outside of graphs."""
+    def rehearse_prefill(self, max_requests: int, kinds: Sequence[SamplingKind]) -> None:
+        """The same for the graphs of prefills."""
         if self.ready():
             assert self._graphs is not None
-            warm_up_prefill(self._graphs, max_requests, PREFILL_ROWS[0], kinds[:1], None)
+            warm_up_prefill(self._graphs, max_requests, PREFILL_ROWS[0], kinds, None)
+
+    def rehearse_chains(self, nums: Sequence[int], kinds: Sequence[SamplingKind]) -> None:
+        """The same for draft chains."""
+        if self.ready():
+            assert self._graphs is not None
+            for num, kind in product(nums, kinds):
+                warm_up_chains(self._graphs, num, kind, [2])
+
+    def rehearse_eager(self) -> None:
+        """The same for passes outside of graphs."""
+        if self.ready():
             for kinds_of_rows, num_rows in self._eager_passes([PREFILL_ROWS[0]]):
                 self._run_eager(kinds_of_rows, num_rows)
 

@@ -43,30 +43,37 @@ MEMORY_SHARE = 0.25  # of the free memory that the KV cache may take before it i
 
 
 def compile_ahead(
-    runners: Sequence[Runner],
+    runner: Runner,
+    drafters: Sequence[Runner],
     max_requests: int,
-    kinds: Sequence[SamplingKind] = KINDS,
-    lengths: Sequence[int] | None = None,
-    skip: SkipSet | None = None,
+    kinds: Sequence[SamplingKind],
+    lengths: Sequence[int] | None,
+    skip: SkipSet | None,
+    prefills: bool,
 ) -> None:
     """Compile what first steps need, in threads, unless that was done on this machine before. `lengths`: what warm-up
     with drafts of these lengths needs; None: no warm-up follows."""
     # A step over experts indexes with what a kernel wrote, so it cannot be rehearsed.
-    able = [r for r in runners if r.device.type == "cuda" and r.fast and r.model.spec.experts is None]
-    if not able or not compiles_ahead():
+    able = [r for r in (runner, *drafters) if r.device.type == "cuda" and r.fast and r.model.spec.experts is None]
+    if runner not in able or not compiles_ahead():
         return
-    mark = _mark(able, max_requests, tuple(kinds), lengths, skip)
+    mark = _mark(able, max_requests, tuple(kinds), lengths, skip, prefills)
     if mark.exists():
         return
-    rows_each = [1, *(g + 1 for g in lengths or ())]
+    sizes = sizes_up_to(max_requests, REQUESTS) if lengths is not None else [1]
+
+    def nums(of: Runner) -> list[int]:
+        """Numbers of requests with different kernels: those differ by the ranges of keys."""
+        return list({splits_for(num, of.model.spec.num_kv_heads): num for num in sizes}.values())
+
     with rehearsal() as missing, suppress(RuntimeError, TypeError, ValueError):  # told by the real step
-        for runner in able:
-            groups = runner.model.spec.num_kv_heads
-            sizes = sizes_up_to(max_requests, REQUESTS) if lengths is not None else [1]
-            nums = {splits_for(num, groups): num for num in sizes}  # kernels differ by the ranges of keys
-            runner.rehearse(list(nums.values()), kinds, rows_each, skip)
-            if lengths is not None:
-                runner.rehearse_warm_up(max_requests, kinds)
+        runner.rehearse(nums(runner), kinds, [1, *(g + 1 for g in lengths or ())], skip)
+        if prefills:
+            runner.rehearse_prefill(max_requests, kinds)
+        for drafting in able[1:]:
+            drafting.rehearse_chains(nums(drafting), kinds)
+        for warmed in able if lengths is not None else ():
+            warmed.rehearse_eager()
     missing.compile()
     with suppress(OSError):  # a cache that cannot be written: again next time
         mark.parent.mkdir(parents=True, exist_ok=True)
@@ -90,14 +97,18 @@ def warm_up_steps(
     chunk: int,
     lengths: Sequence[int] = (),
     skip: SkipSet | None = None,
+    kinds: Sequence[SamplingKind] = KINDS,
+    prefills: bool = True,
 ) -> None:
-    """`lengths`: drafts per request that a step may have; `skip`: the skip set that most requests have."""
+    """`lengths`: drafts per request that a step may have; `skip`: the skip set that most requests have; `prefills`:
+    graphs of prefills, too."""
     runner.refresh()  # on a CPU this compiles the decode step in C++
     if not runner.fast:
         return
     reserve(runner, max_requests, max_context)
-    runner.warm_up_prefill(max_requests, chunk, KINDS, skip)
-    runner.warm_up_decode(max_requests, KINDS, [1, *(g + 1 for g in lengths)], skip)
+    if prefills:
+        runner.warm_up_prefill(max_requests, chunk, kinds, skip)
+    runner.warm_up_decode(max_requests, kinds, [1, *(g + 1 for g in lengths)], skip)
     runner.warm_up_kernels(chunk)
 
 
@@ -108,12 +119,13 @@ def warm_up_drafting(
     max_requests: int,
     max_context: int,
     chunk: int,
+    kinds: Sequence[SamplingKind] = KINDS,
 ) -> None:
     """Warm up the drafter, and measure the passes that its controller needs to know."""
     if not runner.fast:
         return
     if drafter is not None:
-        drafter.warm_up(max_requests, KINDS, controller.lengths, max_context)
+        drafter.warm_up(max_requests, kinds, controller.lengths, max_context)
     rows = 1
     while rows < 2 * min(max_requests * (1 + max(controller.lengths)), chunk):  # up to the next power of two
         controller.costs.pass_seconds(rows)
