@@ -1,7 +1,7 @@
 """What saving a training state costs, and how fast it comes back: ours against torch.save and DCP, in one run.
 
     python -m benchmarks.checkpoint                 about 5 minutes on an H200 with 128 GiB of memory
-    python -m benchmarks.checkpoint --sizes 1b      one size
+    python -m benchmarks.checkpoint --sizes 1b      one size; --measure saves or restore: one half of it
     python -m benchmarks.checkpoint --sizes tiny --device cpu
 
 Real training steps of a Llama-shaped decoder (bf16 compute, fp32 masters, fused AdamW); the state is masters and both
@@ -63,7 +63,7 @@ from shoestring.train.step import Micro, Run
 
 PCIE = 55e9  # bytes a second each way, measured on the H200 host (docs/design.md)
 SAVE_EVERY_S = 60.0  # what lost_step_time refers to
-DISK_S = 60.0  # a save to disk may take so long; it is left out where less than twice that is left
+DISK_S = 40.0  # a save to disk may take so long; it is left out where less than twice that is left
 DCP_THREADS = 8  # that write: its default of one thread is several times slower
 CONTEXT = 2048
 
@@ -292,7 +292,9 @@ def peer(name: str, job: Job, folder: Path) -> tuple[Save, Callable[[], None]]:
 # -- one size ------------------------------------------------------------------------------------------------
 
 
-def run_size(name: str, device: torch.device, scratch: Path, repeats: int, deadline: float, peers_on: str) -> None:
+def run_size(
+    name: str, device: torch.device, scratch: Path, repeats: int, deadline: float, peers_on: str, parts: list[str]
+) -> None:
     size = fitting(SIZES[name], scratch)
     job = Job(size, device)
     job.timed(2)
@@ -309,37 +311,42 @@ def run_size(name: str, device: torch.device, scratch: Path, repeats: int, deadl
     print(f"{name}: {config}", flush=True)
     folder = scratch / "run"
     rows: dict[str, dict[str, list[float]]] = {}
+    failures: dict[str, str] = {}
+    sweep: list[tuple[float, float, float]] = []
+    restores: list[dict[str, Any]] = []
     saver = open_ours(job, folder)
     place = str(saver.place)
-    rows["ours, memory"] = measure(job, ours(job, saver, ("memory",), folder), step_s, repeats + 1, 30.0)
-    show("ours, memory", rows["ours, memory"])
-    sweep = sweep_steps(job, saver, folder, state_bytes)
-    failures: dict[str, str] = {}
-    case = "ours, memory and disk"
-    try:
-        if deadline - time.monotonic() < 2 * DISK_S:
-            raise TimeoutError("left out: too little time")
-        rows[case] = measure(job, ours(job, saver, ("memory", "disk"), folder), step_s, 1, DISK_S)
-        show(case, rows[case])
-    except TimeoutError as error:
-        failures[case] = str(error)
-    last = ours(job, saver, ("memory",), folder)
-    last.wait()
-    last.call()
-    last.wait()
+    if "saves" in parts:
+        rows["ours, memory"] = measure(job, ours(job, saver, ("memory",), folder), step_s, repeats + 1, 30.0)
+        show("ours, memory", rows["ours, memory"])
+        sweep = sweep_steps(job, saver, folder, state_bytes)
+        case = "ours, memory and disk"
+        try:
+            if deadline - time.monotonic() < 2 * DISK_S:
+                raise TimeoutError("left out: too little time")
+            rows[case] = measure(job, ours(job, saver, ("memory", "disk"), folder), step_s, 1, DISK_S)
+            show(case, rows[case])
+        except TimeoutError as error:
+            failures[case] = str(error)
+    if "restore" in parts:
+        last = ours(job, saver, ("memory",), folder)
+        last.wait()
+        last.call()
+        last.wait()
     expected = job.fingerprint()
     saver.let_go()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    restores = [restore_in_new_process(name, size, device, folder)]
-    if deadline - time.monotonic() > 2 * DISK_S:
-        restores.append(restore_in_new_process(name, size, device, folder))
+    if "restore" in parts:
+        restores = [restore_in_new_process(name, size, device, folder)]
+        if deadline - time.monotonic() > 2 * DISK_S:
+            restores.append(restore_in_new_process(name, size, device, folder))
     assert all(r["fingerprint"] == expected for r in restores), (expected, restores)
     remove_host_folder(host_folder(folder))
     peers = Path(tempfile.mkdtemp(prefix="shoestring-peers-", dir=memory_base() if peers_on == "memory" else scratch))
     try:
         with process_group():
-            for case in size.peers:
+            for case in size.peers if "saves" in parts else ():
                 if time.monotonic() > deadline:
                     failures[case] = "left out: the time was used up"
                     continue
@@ -452,13 +459,14 @@ def record_rows(
                 bench="checkpoint", case=f"{name}, {case}", metric=metric, unit=unit, samples=samples,
                 baseline="DCP sync", baseline_value=other, ratio=ratio, quality=quality, config=config, note=note,
             )  # fmt: skip
-    record(
-        bench="checkpoint", case=f"{name}, ours, memory", metric="restore_gbps", unit="GB/s",
-        samples=[r["gbps"] for r in restores], baseline="PCIe", baseline_value=PCIE / 1e9,
-        ratio=max(r["gbps"] for r in restores) * 1e9 / PCIE, config=config,
-        quality={key: restores[0][key] for key in ("fill_s", "resume_s", "again_gbps", "checksum")},
-        note="in a new process, verified",
-    )  # fmt: skip
+    if restores:
+        record(
+            bench="checkpoint", case=f"{name}, ours, memory", metric="restore_gbps", unit="GB/s",
+            samples=[r["gbps"] for r in restores], baseline="PCIe", baseline_value=PCIE / 1e9,
+            ratio=max(r["gbps"] for r in restores) * 1e9 / PCIE, config=config,
+            quality={key: restores[0][key] for key in ("fill_s", "resume_s", "again_gbps", "checksum")},
+            note="in a new process, verified",
+        )  # fmt: skip
     for ratio, stall, lost in sweep:
         record(
             bench="checkpoint", case=f"{name}, sweep", metric="stall_ms", unit="ms", samples=[stall],
@@ -473,8 +481,12 @@ def record_rows(
 
 def last_run(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The lines of each model's newest run. Step times differ between runs, so one line does not replace another."""
-    of = {n["config"]["model"]: (n["commit"], n["config"]["step_ms"]) for n in lines}
-    return [n for n in lines if of[n["config"]["model"]] == (n["commit"], n["config"]["step_ms"])]
+
+    def subject(n: dict[str, Any]) -> tuple[str, bool]:
+        return n["config"]["model"], n["metric"] == "restore_gbps"
+
+    of = {subject(n): (n["commit"], n["config"]["step_ms"]) for n in lines}
+    return [n for n in lines if of[subject(n)] == (n["commit"], n["config"]["step_ms"])]
 
 
 def table() -> str:
@@ -537,6 +549,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="saves of ours that are counted")
     parser.add_argument("--most-seconds", type=float, default=450.0, help="peers that would begin later are left out")
     parser.add_argument("--peers", choices=("memory", "disk"), default="memory", help="where peers write")
+    parser.add_argument("--measure", nargs="+", choices=("saves", "restore"), default=["saves", "restore"])
     parser.add_argument("--restore", type=Path, help="(started by this script)")
     parser.add_argument("--layers", type=int, help="(started by this script)")
     parser.add_argument("--here", action="store_true", help="(started by this script: one size, in this process)")
@@ -553,7 +566,7 @@ def main() -> None:
         scratch = Path(tempfile.mkdtemp(prefix="shoestring-checkpoint-"))
         try:
             deadline = time.monotonic() + options.most_seconds
-            run_size(options.sizes[0], device, scratch, options.repeats, deadline, options.peers)
+            run_size(options.sizes[0], device, scratch, options.repeats, deadline, options.peers, options.measure)
         finally:
             remove_host_folder(host_folder(scratch / "run"))
             subprocess.run(["umount", str(scratch / "memory")], capture_output=True)
@@ -564,7 +577,7 @@ def main() -> None:
         left = options.most_seconds - (time.monotonic() - began)
         command = [sys.executable, "-m", "benchmarks.checkpoint", "--here", "--sizes", name]
         command += ["--device", str(device), "--repeats", str(options.repeats), "--most-seconds", str(max(left, 1.0))]
-        command += ["--peers", options.peers]
+        command += ["--peers", options.peers, "--measure", *options.measure]
         if subprocess.run(command).returncode:
             print(f"{name} failed", flush=True)
     print(f"{time.monotonic() - began:.0f} s")
