@@ -190,8 +190,8 @@ def step_choice(model: Decoder, tokens: list[int]) -> tuple[Tensor, Choice]:
     calls, found = itertools.count(), []
     plain = FusedExperts.logits
 
-    def watched(experts: FusedExperts, normed_TD: Tensor) -> Tensor:
-        logits = plain(experts, normed_TD)
+    def watched(experts: FusedExperts, *given: Any) -> Tensor:
+        logits = plain(experts, *given)
         buffer[next(calls) % num_layers, : len(logits)] = logits
         return logits
 

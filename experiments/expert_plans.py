@@ -10,6 +10,7 @@ the rule `kernels.lowbit.few_rows.choose_expert_plan`.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import time
 from collections.abc import Iterator
@@ -22,56 +23,64 @@ from benchmarks.lowbit_gemm import DEVICE, DTYPE, relative_error
 from experiments.few_rows_plans import Timer, random_weight
 from shoestring.errors import as_command
 from shoestring.hardware.device import device_limits
-from shoestring.kernels.experts.expert_linear import expert_linear_ref
+from shoestring.kernels.experts.route import Routing, route
 from shoestring.kernels.lowbit.chunk_layout import ChunkLayout
 from shoestring.kernels.lowbit.few_rows import (
+    SLOT_ROWS,
+    ExpertChoice,
     FewRowsPlan,
     choose_expert_plan,
     few_rows_experts_cuda,
     few_rows_macros,
     few_rows_source,
     row_class,
+    row_experts_down_cuda,
+    row_experts_up_cuda,
 )
 from shoestring.kernels.runtime import nvrtc
 
 EXPERTS, TOP_K = 128, 8
 SHAPES = {"up": (1536, 2048, True), "down": (2048, 768, False)}
 SHOWN = 4
+TRIES = {  # row tiles of a block, of a warp, warps along K, depth
+    "slots": [(8, 12, 16, 6), (1, 2), (1, 2, 4), (3, 4, 6)],
+    "row up": [(6, 3), (1,), (1, 2, 4), (3, 4, 5, 6, 8)],
+    "row down": [(1,), (1,), (8, 16), (3, 4, 5, 6, 7)],
+}
 
 
-def candidates(layout: ChunkLayout, rows: int, out: int, width: int, slots: int, swiglu: bool) -> Iterator[FewRowsPlan]:
+def candidates(
+    layout: ChunkLayout, kind: str, out: int, width: int, slots: int, swiglu: bool, choice: ExpertChoice
+) -> Iterator[FewRowsPlan]:
     """The present plan first."""
     limits = device_limits()
-    yield choose_expert_plan(layout, rows, out, width, slots, swiglu, limits)
-    block_tiles = (2, 4, 6, 8, 12) if rows <= 4 else (4, 6, 8, 12)
-    for half_sm, tiles, wanted, k_warps in itertools.product((0, 1), (1, 2), block_tiles, (1, 2, 3, 4, 6, 8)):
-        warps = wanted // tiles * k_warps
-        if not 4 <= warps <= (16 if half_sm else 24):
-            continue
-        ways = [(0, 0), (0, 1)] if rows <= 4 else [(0, 0), (k_warps, 0), (2 * k_warps, 0)]
-        for (panel, int8_mma), depth in itertools.product(ways, (3, 5)):
-            plan = FewRowsPlan(wanted // tiles, k_warps, tiles, depth, 1, panel, int8_mma, half_sm)
-            if plan.runs(layout, rows, width, False, swiglu, limits):
+    present = choose_expert_plan(layout, out, width, slots, swiglu, choice, limits)
+    assert present is not None
+    yield present
+    rows, wide = 1 if choice.top_k else SLOT_ROWS, width * (choice.top_k if choice.sum else 1)
+    for wanted, tiles, k_warps, depth in itertools.product(*TRIES["slots" if not choice.top_k else f"row {kind}"]):
+        for half_sm in (1, 0) if not choice.top_k else (1,):
+            plan = FewRowsPlan(wanted // tiles, k_warps, tiles, depth, int8_mma=int(not layout.table), half_sm=half_sm)
+            if 2 <= plan.warps <= 16 and plan.runs(layout, rows, wide, False, swiglu, limits):
                 yield plan
 
 
-def chosen_experts(rows: int) -> list[Tensor]:
-    """Slots of several calls: of one row all experts in turn, of more rows as many as they would choose at random."""
-    if rows == 1:
-        return list(torch.randperm(EXPERTS).int().sort().values.view(TOP_K, -1).t().contiguous().to(DEVICE))
-    found = []
-    for _ in range(4):
-        used = torch.stack([torch.randperm(EXPERTS)[:TOP_K] for _ in range(rows)]).unique().int()
-        slots = torch.full((min(EXPERTS, rows * TOP_K),), -1, dtype=torch.int32)
-        slots[: len(used)] = used
-        found.append(slots.to(DEVICE))
-    return found
+def routings(rows: int) -> list[Routing]:
+    """Of several calls: as random logits choose."""
+    return [route(torch.randn(rows, EXPERTS, device=DEVICE), TOP_K, True, SLOT_ROWS) for _ in range(8)]
 
 
-def compile_all(layout: ChunkLayout, rows: int, plans: list[FewRowsPlan], swiglu: bool) -> None:
+def compile_all(
+    layout: ChunkLayout,
+    rows: int,
+    plans: list[FewRowsPlan],
+    norm: torch.dtype | None,
+    swiglu: bool,
+    choice: ExpertChoice,
+) -> None:
     major, minor = torch.cuda.get_device_capability()
     arch = f"sm_{major}{minor}{'a' if major == 9 else ''}"
-    macros = [few_rows_macros(layout, DTYPE, row_class(rows), p, None, swiglu, experts=True) for p in plans]
+    macros = [few_rows_macros(layout, DTYPE, row_class(rows), p, norm, swiglu, experts=choice) for p in plans]
     options = {tuple(nvrtc.options_for(arch, m)) for m in macros}
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(lambda o: nvrtc.cached_cubin(few_rows_source(), o), options))
@@ -80,35 +89,47 @@ def compile_all(layout: ChunkLayout, rows: int, plans: list[FewRowsPlan], swiglu
 def tune(label: str, rows: int, kind: str, until: float) -> None:
     out, width, swiglu = SHAPES[kind]
     weight = random_weight(label, EXPERTS * out, width)
-    chunks, sets = weight.chunks[0], chosen_experts(rows)
-    slots = len(sets[0])
-    plans = list(dict.fromkeys(candidates(weight.layout, rows, out, width, slots, swiglu)))
-    compile_all(weight.layout, rows, plans, swiglu)
-    shape = (rows, width) if kind == "up" else (slots, rows, width)
-    x = torch.randn(*shape, device=DEVICE, dtype=DTYPE)
-    filled = sets[0] >= 0
-    dense = weight.dense.to(DTYPE).unflatten(0, (EXPERTS, out))
-    want = expert_linear_ref(x, dense, sets[0], swiglu)[filled]
-    used = sum(int((s >= 0).sum()) for s in sets) / len(sets)
-    needed = used * chunks.numel() / EXPERTS
+    chunks, sets = weight.chunks[0], routings(rows)
+    choice = ExpertChoice(TOP_K, EXPERTS, True, kind == "down") if rows == 1 else ExpertChoice()
+    slots = 1 if choice.sum else len(sets[0].experts_S)
+    plans = list(dict.fromkeys(candidates(weight.layout, kind, out, width, slots, swiglu, choice)))
+    compile_all(weight.layout, 1 if rows == 1 else SLOT_ROWS, plans, None, swiglu, choice)
+    packed = chunks, weight.table, weight.layout
+    shapes = {"up": (rows, width), "down": (TOP_K, width) if rows == 1 else (slots, SLOT_ROWS, width)}
+    x = torch.randn(*shapes[kind], device=DEVICE, dtype=DTYPE)
+    every_logits = [torch.randn(1, EXPERTS, device=DEVICE) for _ in sets]
+    residual = torch.randn(1, out, device=DEVICE, dtype=DTYPE)
+
+    def call(i: int, plan: FewRowsPlan) -> Tensor:
+        logits, routing = every_logits[i], sets[i]
+        if rows > 1:
+            assert routing.counts_S is not None
+            members = routing.members_SC if kind == "up" else None
+            slots_of = (routing.experts_S, routing.counts_S, members)
+            return few_rows_experts_cuda(x, *packed, EXPERTS, *slots_of, plan, swiglu=swiglu)
+        if kind == "up":
+            return row_experts_up_cuda(x, *packed, logits, choice, plan)
+        return row_experts_down_cuda(x, *packed, logits, choice, residual, plan)
+
+    used = sum(int((s.experts_S >= 0).sum()) for s in sets) / len(sets)
+    bound = used * chunks.numel() / EXPERTS / 4.2e6
+    there = torch.arange(SLOT_ROWS, device=DEVICE) < sets[0].counts_S[:, None]  # type: ignore[index]
+    there &= (sets[0].experts_S >= 0)[:, None]
     found: list[tuple[float, FewRowsPlan]] = []
+    want: Tensor | None = None
     for plan in plans:
         if time.monotonic() > until:
             break
-
-        def call(experts_S: Tensor, plan: FewRowsPlan = plan) -> Tensor:
-            return few_rows_experts_cuda(
-                x, chunks, weight.table, weight.layout, EXPERTS, experts_S, plan, swiglu=swiglu
-            )
-
-        if relative_error(call(sets[0])[filled].float(), want.float()) > 0.02:
+        got = call(0, plan)
+        got = got[there] if rows > 1 else got
+        want = got if want is None else want  # the present plan is what tests check
+        if relative_error(got.float(), want.float()) > 0.02:
             print(f"   wrong: {plan}", flush=True)
             continue
-        found.append((Timer([lambda s=s: call(s) for s in sets * 2]).run(5), plan))  # type: ignore[misc]
-    bound = needed / 4.2e6
+        calls = [functools.partial(call, i, plan) for i in range(len(sets))]
+        found.append((Timer(calls).run(5), plan))
     print(f"{label} {rows} rows {kind}: {len(found)} of {len(plans)} plans; {bound:.1f} us at 4.2 TB/s", flush=True)
-    now = found[0]
-    for took, plan in [now, *sorted(found, key=lambda f: f[0])[:SHOWN]]:
+    for took, plan in [found[0], *sorted(found, key=lambda f: f[0])[:SHOWN]]:
         print(f"   {took:7.2f} us  {plan}", flush=True)
 
 

@@ -24,6 +24,8 @@ from shoestring.kernels.gemv.row_linear import row_linear_ref
 from shoestring.kernels.lowbit.chunk_layout import ChunkLayout
 from shoestring.kernels.lowbit.few_rows import (
     PLANS,
+    SLOT_ROWS,
+    ExpertChoice,
     FewRowsPlan,
     choose_plan,
     few_rows_cuda,
@@ -148,29 +150,32 @@ def run_on_cpu(
     out: int,
     bias: Tensor | None = None,
     around: dict | None = None,
-    experts: tuple[int, Tensor] | None = None,
+    experts: tuple[int, ExpertChoice, tuple[Tensor, Tensor | None, Tensor | None]] | None = None,
 ) -> Tensor:
-    """`experts`: how many weights `chunks` holds, and that of each slot; then y is one for each slot, and x may be."""
+    """`experts`: how many weights `chunks` holds, what the kernel is compiled for, and the router's logits or the slots
+    (experts, counts, members); then y is one for each slot, and x may be."""
     around = around or {}
     (rows, width), norm_K = x.shape[-2:], around.get("norm_K")
+    rows = SLOT_ROWS if experts and not experts[1].top_k else rows
     swiglu = bool(around.get("swiglu"))
     norm = None if norm_K is None else norm_K.dtype
-    macros = few_rows_macros(layout, BF16, row_class(rows), plan, norm, swiglu, experts=experts is not None)
-    num, experts_S = experts or (1, None)
-    slots = 1 if experts_S is None else len(experts_S)
+    macros = few_rows_macros(layout, BF16, row_class(rows), plan, norm, swiglu, experts=experts[1] if experts else None)
+    num, choice, given = experts or (1, ExpertChoice(), (None, None, None))
+    slots = 1 if experts is None or choice.sum else choice.top_k or len(experts[2][0])
     parts = ("lowbit/decode", "lowbit/digits", "lowbit/few_rows_x", "lowbit/few_rows")
     library = emulated.library(folder, "few_on_cpu.h", *parts, macros=macros)
     y = torch.full((rows, out) if experts is None else (slots, rows, out), torch.nan, dtype=BF16)
+    per_row = chunks.shape[1] * (choice.top_k if choice.sum else 1)
 
     def pointer(t: Tensor | None) -> ctypes.c_void_p:
         return ctypes.c_void_p(0 if t is None else t.data_ptr())
 
-    shared_bytes = plan.shared_bytes(layout, rows, width, norm_K is not None)
+    shared_bytes = plan.shared_bytes(layout, rows, width, norm_K is not None) + choice.shared_bytes
     library.run(
         pointer(chunks), ctypes.c_long(chunks.numel()), pointer(x), ctypes.c_long(x.numel() * 2),
         *map(pointer, (y, table, bias, norm_K, around.get("residual_1N"))), ctypes.c_float(1e-5), width, rows,
-        len(chunks) // num, chunks.shape[1], plan.panel_chunks(width), *plan.grid(len(chunks) // num * 16)[:2],
-        shared_bytes, pointer(experts_S), slots, rows * width if x.ndim == 3 else 0,
+        len(chunks) // num, per_row, plan.panel_chunks(width), *plan.grid(len(chunks) // num * 16)[:2],
+        shared_bytes, *map(pointer, given), slots, rows * width if x.ndim == 3 else 0,
     )  # fmt: skip
     return y
 

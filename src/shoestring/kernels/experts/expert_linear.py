@@ -1,26 +1,42 @@
 """Products of few rows with the experts they chose: y[s] = x[s] W[expert of slot s]^T, [swiglu].
 
-Each slot of a Routing (kernels/experts/route.py) multiplies all rows, and only those that chose its expert are read
-afterwards: the products wait for weights, so the other rows cost nothing. Empty slots end at once and leave y as it is.
+    dense    Triton: a program streams rows of one expert's weight. Each slot of a Routing (kernels/experts/route.py)
+             multiplies all rows, and only those that chose its expert are read afterwards: the products wait for
+             weights, so the other rows cost nothing.
+    chunks   packed weights of 2, 3 or 4 bits, in the kernel of kernels/lowbit/few_rows.py. Decoding them is not free,
+             so a slot multiplies the rows that chose its expert and no others.
+    one row  of packed weights: two kernels, which choose the experts by the router's logits themselves. The second
+             sums over the experts and fetches its weights while the first runs.
 
-    dense    Triton: a program streams rows of one expert's weight
-    chunks   packed weights of 2, 3 or 4 bits, in the kernel of kernels/lowbit/few_rows.py
+Empty slots end at once and leave y as it is.
 
-Shapes: S slots, R rows, E experts, N outputs of y, I inputs. Under swiglu an expert's weight
-has 2N rows: gate, then up.
+Shapes: S slots, C places of a slot, R rows, E experts, N outputs of y, I inputs. Under swiglu an expert's weight has 2N
+rows: gate, then up.
 """
 
 from __future__ import annotations
+
+import dataclasses
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shoestring.hardware.device import device_limits
+from shoestring.kernels.experts.route import Routing, choose_experts
 from shoestring.kernels.lowbit.chunk_layout import CHUNK_ROWS, ChunkLayout
-from shoestring.kernels.lowbit.few_rows import few_rows_experts_cuda
+from shoestring.kernels.lowbit.few_rows import (
+    ExpertChoice,
+    choose_expert_plan,
+    few_rows_experts_cuda,
+    row_experts_down_cuda,
+    row_experts_up_cuda,
+)
 from shoestring.kernels.lowbit.lowbit_linear import chunks_usable, decode_chunks
 from shoestring.kernels.runtime.pdl import pdl_options
 from shoestring.kernels.runtime.triton_backend import triton_usable
+
+MOST_EXPERTS = 1024  # of one row that chooses in the kernel
 
 
 def expert_linear_ref(x: Tensor, weight_ENI: Tensor, experts_S: Tensor, swiglu: bool = False) -> Tensor:
@@ -64,18 +80,92 @@ def expert_linear(x: Tensor, weight_ENI: Tensor, experts_S: Tensor, swiglu: bool
     return y_SRN
 
 
+def lowbit_expert_linear_ref(x: Tensor, weight_ENI: Tensor, routing: Routing, swiglu: bool = False) -> Tensor:
+    """y [S, C, N]; x [R, I], or [S, C, I]."""
+    assert routing.members_SC is not None
+    x_SCI = x if x.ndim == 3 else x[routing.members_SC.long()]
+    return expert_linear_ref(x_SCI, weight_ENI, routing.experts_S, swiglu)
+
+
 def lowbit_expert_linear(
     x: Tensor,
     chunks: Tensor,
     table: Tensor | None,
     layout: ChunkLayout,
     num_experts: int,
-    experts_S: Tensor,
+    routing: Routing,
     swiglu: bool = False,
 ) -> Tensor:
-    """The same with packed weights: `chunks` of all experts, one after the other."""
-    if chunks_usable(x) and x.dtype in (torch.bfloat16, torch.float16):
-        return few_rows_experts_cuda(x, chunks, table, layout, num_experts, experts_S, swiglu=swiglu)
+    """As lowbit_expert_linear_ref with packed weights, `chunks` of all experts, one after the other; chooses the
+    kernel, which leaves places without a row as they are. The routing has slots of SLOT_ROWS places."""
+    if kernel_usable(x):
+        assert routing.counts_S is not None
+        members = routing.members_SC if x.ndim == 2 else None
+        return few_rows_experts_cuda(
+            x, chunks, table, layout, num_experts, routing.experts_S, routing.counts_S, members, swiglu=swiglu
+        )
+    return lowbit_expert_linear_ref(x, _decode(x, chunks, table, layout, num_experts), routing, swiglu)
+
+
+def kernel_usable(x: Tensor) -> bool:
+    return chunks_usable(x) and x.dtype in (torch.bfloat16, torch.float16)
+
+
+def _decode(x: Tensor, chunks: Tensor, table: Tensor | None, layout: ChunkLayout, num_experts: int) -> Tensor:
     weight = decode_chunks(chunks, table, layout, x.shape[-1], x.dtype)
     assert len(chunks) * CHUNK_ROWS == len(weight)
-    return expert_linear_ref(x, weight.unflatten(0, (num_experts, -1)), experts_S, swiglu)
+    return weight.unflatten(0, (num_experts, -1))
+
+
+# -- one row ---------------------------------------------------------------------------------------------------
+PackedExperts = tuple[Tensor, Tensor | None, ChunkLayout]  # chunks of all experts, table, layout
+
+
+def row_experts_ref(
+    x_1D: Tensor,
+    logits_1E: Tensor,
+    up_EFD: Tensor,
+    down_EDF: Tensor,
+    top_k: int,
+    renormalize: bool,
+    norm_D: Tensor | None = None,
+    eps: float = 0.0,
+    residual_1D: Tensor | None = None,
+) -> Tensor:
+    """residual + the sum over the chosen experts of share * down(swiglu(up(norm(x)))); the residual is x by default."""
+    wide = torch.promote_types(x_1D.dtype, torch.float32)
+    residual_1D = x_1D if residual_1D is None else residual_1D
+    x = x_1D.to(wide)
+    if norm_D is not None:
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * norm_D.to(wide)
+    share_1K, chosen_1K = choose_experts(logits_1E, top_k, renormalize)
+    inner_K1F = expert_linear_ref(x, up_EFD, chosen_1K[0], swiglu=True) * share_1K[0, :, None, None]
+    part_K1D = expert_linear_ref(inner_K1F.to(x_1D.dtype), down_EDF, chosen_1K[0])
+    return (residual_1D.to(wide) + part_K1D.to(wide).sum(0)).to(x_1D.dtype)
+
+
+def row_experts_usable(x_1D: Tensor, up: PackedExperts, down: PackedExperts, num: int, top_k: int, d_ff: int) -> bool:
+    """Whether `row_experts` has kernels for these."""
+    if len(x_1D) != 1 or not kernel_usable(x_1D) or num > MOST_EXPERTS or top_k > 32:
+        return False
+    limits, out = device_limits(x_1D.device.index), len(down[0]) // num * CHUNK_ROWS
+    choice = ExpertChoice(top_k, num, False, sum=True)
+    return choose_expert_plan(down[2], out, d_ff, 1, False, choice, limits) is not None
+
+
+def row_experts(
+    x_1D: Tensor,
+    logits_1E: Tensor,
+    up: PackedExperts,
+    down: PackedExperts,
+    top_k: int,
+    renormalize: bool,
+    norm_D: Tensor | None = None,
+    eps: float = 0.0,
+    residual_1D: Tensor | None = None,
+) -> Tensor:
+    """As row_experts_ref, with packed weights."""
+    choice = ExpertChoice(top_k, logits_1E.shape[1], renormalize)
+    inner_KF = row_experts_up_cuda(x_1D, *up, logits_1E, choice, norm_K=norm_D, eps=eps)
+    residual_1D = x_1D if residual_1D is None else residual_1D
+    return row_experts_down_cuda(inner_KF, *down, logits_1E, dataclasses.replace(choice, sum=True), residual_1D)

@@ -9,9 +9,9 @@ TAKEN = tl.constexpr(-2.0)  # in place of a chance that was chosen; below that o
 
 @triton.jit
 def _route_kernel(
-    logits, experts, slot, weight, num_rows, num_experts, num_slots,
+    logits, experts, place, weight, counts, members, num_rows, num_experts, num_slots,
     K: tl.constexpr, RENORMALIZE: tl.constexpr, ROWS: tl.constexpr, EXPERTS: tl.constexpr, SLOTS: tl.constexpr,
-    CHOICES: tl.constexpr, PDL: tl.constexpr,
+    CHOICES: tl.constexpr, CAPACITY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     r, e, c = tl.arange(0, ROWS), tl.arange(0, EXPERTS), tl.arange(0, CHOICES)
     there = (r < num_rows)[:, None] & (e < num_experts)[None, :]
@@ -31,24 +31,36 @@ def _route_kernel(
         weights = tl.where(c[None, :] == k, best[:, None], weights)
         chosen = tl.where(c[None, :] == k, at[:, None], chosen)
         chance = tl.where(e[None, :] == at[:, None], TAKEN, chance)
-    used = tl.max((there & (chance == TAKEN)).to(tl.int32), 0)
+    taken = there & (chance == TAKEN)
+    chose = taken.to(tl.int32)
+    if CAPACITY:
+        before = tl.cumsum(chose, 0) - chose  # rows that chose the same expert
+        count = tl.sum(chose, 0)
+        num = (count + CAPACITY - 1) // CAPACITY
+        slot = (tl.cumsum(num, 0) - num)[None, :] + before // CAPACITY
+        at_place = slot * CAPACITY + before % CAPACITY
+        first = taken & (before % CAPACITY == 0)
+        tl.store(experts + slot, e[None, :] + tl.zeros_like(slot), mask=first)
+        tl.store(counts + slot, tl.minimum(count[None, :] - before, CAPACITY), mask=first)
+        tl.store(members + at_place, r[:, None] + tl.zeros_like(slot), mask=taken)
+    else:
+        num = tl.max(chose, 0)
+        slot_of = tl.cumsum(num, 0) - num
+        at_place = slot_of[None, :] * num_rows + r[:, None]
+        tl.store(experts + slot_of, e, mask=num > 0)
     if RENORMALIZE:
         weights = weights / tl.sum(weights, 1)[:, None]
-    rank = tl.cumsum(used, 0) - 1
     for k in tl.static_range(K):
         at = tl.sum(tl.where(c[None, :] == k, chosen, 0), 1)
-        found = tl.sum(tl.where(e[None, :] == at[:, None], rank[None, :], 0), 1)
-        tl.store(slot + r * K + k, found, mask=r < num_rows)
+        found = tl.sum(tl.where(e[None, :] == at[:, None], at_place, 0), 1)
+        tl.store(place + r * K + k, found, mask=r < num_rows)
     tl.store(weight + r[:, None] * K + c[None, :], weights, mask=(r < num_rows)[:, None] & (c < K)[None, :])
-    tl.store(experts + rank, e, mask=used > 0)
     s = tl.arange(0, SLOTS)
-    tl.store(experts + s, -1, mask=(s >= tl.sum(used, 0)) & (s < num_slots))
+    tl.store(experts + s, -1, mask=(s >= tl.sum(num, 0)) & (s < num_slots))
 
 
 @triton.jit
-def _combine_kernel(
-    residual, part, slot, weight, out, num_rows, width, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
+def _combine_kernel(residual, part, place, weight, out, width, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(0)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = d < width
@@ -57,7 +69,7 @@ def _combine_kernel(
         tl.extra.cuda.gdc_wait()
     total = tl.load(residual + row * width + d, mask=inside, other=0.0).to(tl.float32)
     for k in tl.static_range(K):
-        s = tl.load(slot + row * K + k).to(tl.int64)
+        at = tl.load(place + row * K + k).to(tl.int64)
         w = tl.load(weight + row * K + k)
-        total += w * tl.load(part + (s * num_rows + row) * width + d, mask=inside, other=0.0).to(tl.float32)
+        total += w * tl.load(part + at * width + d, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * width + d, total.to(out.dtype.element_ty), mask=inside)

@@ -27,7 +27,11 @@
 //   DEPTH chunks in a warp's ring, EARLY of them fetched before x   XREG, INT8_MMA as above (INT8_MMA with XREG, without TABLE)
 //   NORM 1: weights in x's dtype, 2: fp32 (with XREG, without clusters)   SWIGLU 1: gate rows, then up rows
 //   PAUSE nanoseconds before the first chunk   OUT32 1: y is fp32
-//   EXPERTS 1: W holds several weights, and block z multiplies with that of experts[z]; -1: with none
+//   EXPERTS 1: W holds several weights, and block z multiplies the rows of slot z with one of them. `choice` is the expert of each
+//           slot (-1: none), `counts` how many rows it has, at most SLOT_ROWS, `members` which; null: x has a place for each
+//           2: one product with the weights of all chosen experts, whose inputs lie one behind the other; y is their sum
+//   CHOOSE k: one row, and `choice` is the router's logits, of which every block finds the k largest (NUM_EXPERTS, RENORMALIZE);
+//           slot z is the one in place z, and its y is multiplied with its share
 //   HALF_SM_REGS 0: a block takes an SM, else it takes half of one: registers that a thread may use
 #if HALF_SM_REGS
 #define BOUNDS __maxnreg__(HALF_SM_REGS)
@@ -38,15 +42,7 @@
 extern "C" __global__ void BOUNDS lowbit_few_rows(
     const char* __restrict__ W, const u16* X, void* Y, const float* __restrict__ table, const u16* __restrict__ bias,
     const void* __restrict__ norm, const u16* residual, float eps, int K, int M, int pitch_x, int tiles, int chunks,
-    int panel, const int* experts, int pitch_slot) {
-#if EXPERTS
-    grid_wait();  // the kernels before choose the experts, so nothing can be fetched earlier
-    const int expert = load_late32(experts + blockIdx.z);
-    if (expert < 0) return;
-    W += (u64)expert * tiles * chunks * CHUNK;
-    X += (u64)blockIdx.z * pitch_slot;
-    Y = (char*)Y + (u64)blockIdx.z * M * (SWIGLU ? tiles >> 1 : tiles) * 16 * (OUT32 ? 4 : 2);
-#endif
+    int panel, const void* choice, const int* counts, const int* members, int pitch_slot) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
     const int row_warp = warp % RW, k_warp = warp / RW, tile0 = blockIdx.y * TILES;
     if (HALF_SM_REGS && warp >= WARPS) {  // holds registers only, so that no second block of this kernel fits on the SM
@@ -54,6 +50,38 @@ extern "C" __global__ void BOUNDS lowbit_few_rows(
         wait_for_workers();
         return;
     }
+#if EXPERTS == 1
+    grid_wait();  // the kernels before choose the experts, so nothing can be fetched earlier
+#endif
+#if CHOOSE
+    // With EXPERTS 2 the kernel before has waited for the logits before it let this one start.
+    Chosen& chosen = *(Chosen*)(smem + LUT_BYTES + WARPS * RING + 16);
+    chosen.find((const float*)choice);
+#endif
+#if EXPERTS == 1
+#if CHOOSE
+    const int expert = chosen.expert[blockIdx.z], slot_rows = 1;
+    auto row_at = [](const int i) { return i; };
+#else
+    const int expert = load_late32((const int*)choice + blockIdx.z), slot_rows = SLOT_ROWS, rows_here = load_late32(counts + blockIdx.z);
+    int member[SLOT_ROWS];
+    #pragma unroll
+    for (int i = 0; i < SLOT_ROWS; i++) member[i] = members ? load_late32(members + blockIdx.z * SLOT_ROWS + i) : i;
+    auto row_at = [&](const int i) {  // without an index into registers
+        int row = member[0];
+        #pragma unroll
+        for (int n = 1; n < SLOT_ROWS; n++) row = i == n ? member[n] : row;
+        return row;
+    };
+    if (expert < 0) return;
+    M = rows_here;
+#endif
+    W += (u64)expert * tiles * chunks * CHUNK;
+    X += (u64)blockIdx.z * pitch_slot;
+    Y = (char*)Y + (u64)blockIdx.z * slot_rows * (SWIGLU ? tiles >> 1 : tiles) * 16 * (OUT32 ? 4 : 2);
+#else
+    auto row_at = [](const int i) { return i; };
+#endif
     const u32 rank = HALF_SM_REGS ? 0 : cluster_rank(), ranks = HALF_SM_REGS ? 1 : cluster_ranks();
     const int share = (chunks + ranks - 1) / ranks;  // chunks of this block
     const int first = min(chunks, (int)rank * share), count = min(chunks - first, share);
@@ -61,13 +89,25 @@ extern "C" __global__ void BOUNDS lowbit_few_rows(
     // ---- weights: chunks k_warp + n * KW of each tile, DEPTH - 1 of them ahead -------------------------------------
     char* const ring = smem + LUT_BYTES + warp * RING;
     u64* const full = (u64*)(smem + LUT_BYTES + WARPS * RING);  // two barriers: a panel of x is here
+#if EXPERTS == 2  // a warp stays with one expert
+    const int per_slot = chunks / CHOOSE, slot = k_warp % CHOOSE, begin = k_warp / CHOOSE, stride = KW / CHOOSE;
+    const int mine = per_slot > begin ? (per_slot - begin + stride - 1) / stride : 0;
+    auto chunk_of = [&](const int i) { return slot * per_slot + begin + i * stride; };
+#else
+    const int stride = KW;
     const int mine = count > k_warp ? (count - k_warp + KW - 1) / KW : 0;
+    auto chunk_of = [&](const int i) { return i * KW + k_warp; };
+#endif
     const char* from[R];
     #pragma unroll
     for (int r = 0; r < R; r++) {  // a tile past the end reads the last one and writes nothing
         int tile = tile0 + row_warp * R + r;
         if (SWIGLU) tile = (tile >> 1) + (tile & 1 ? tiles >> 1 : 0);
+#if EXPERTS == 2
+        from[r] = W + (((u64)chosen.expert[slot] * tiles + min(tile, tiles - 1)) * per_slot + begin) * CHUNK + lane * 16;
+#else
         from[r] = W + ((u64)min(tile, tiles - 1) * chunks + first + k_warp) * CHUNK + lane * 16;
+#endif
     }
     int left = mine;
 #if TABLE
@@ -81,7 +121,7 @@ extern "C" __global__ void BOUNDS lowbit_few_rows(
             #pragma unroll
             for (int p = 0; p < CHUNK / 16; p += 32)
                 copy_async_if(ring_lane + at + r * CHUNK + p * 16, from[r] + p * 16, left > 0 && p + lane < CHUNK / 16);
-            from[r] += KW * CHUNK;
+            from[r] += stride * CHUNK;
         }
         left--;
         commit();
@@ -91,6 +131,9 @@ extern "C" __global__ void BOUNDS lowbit_few_rows(
         for (int p = EARLY; p < DEPTH - 1; p++) fetch(p * (R * CHUNK));
     };
     launch_dependents();
+#if CHOOSE && EXPERTS == 1
+    const float weight = chosen.share(expert);
+#endif
 
 #if TABLE
     wait_all_but<EARLY>();
@@ -101,14 +144,14 @@ extern "C" __global__ void BOUNDS lowbit_few_rows(
 #endif
 
     // ---- x: panels of `panel` chunks, two of them in turn when one does not hold all -------------------------------
-    char* const x_smem = (char*)(full + 2);
+    char* const x_smem = (char*)(full + 2) + CHOSEN_BYTES;
     const int x_pitch = panel * 256 + 16;  // the 16 bytes keep ldmatrix free of bank conflicts
 #if XREG
     float* const sums = (float*)(x_smem + M * x_pitch + panel * (INT8_MMA ? 32 : 64));  // [chunk][group][8 MT columns]
     float* const squares = sums + (SUMS ? 1 : INT8_MMA ? 2 : 0) * count * NG * 8 * MT;  // [row][chunk]
     if (NORM)
         for (int e = threadIdx.x * 128; e < K * 2 * NORM; e += THREADS * 128) prefetch((const char*)norm + e);
-    take_x(X, norm, x_smem, sums, squares, first, count, K, M, pitch_x, fetch_rest);
+    take_x(X, norm, x_smem, sums, squares, first, count, K, M, pitch_x, row_at, fetch_rest);
 #else
     if (threadIdx.x == 0) barrier_init(full), barrier_init(full + 1);
     join_workers();
@@ -121,7 +164,7 @@ extern "C" __global__ void BOUNDS lowbit_few_rows(
         __syncwarp();
         if (lane == 0) barrier_expect(full + (n & 1), M * (k1 - k0) * 2);
         __syncwarp();
-        if (lane < M) bulk_copy(to, X + (u64)lane * pitch_x + k0, (k1 - k0) * 2, full + (n & 1));
+        if (lane < M) bulk_copy(to, X + (u64)row_at(lane) * pitch_x + k0, (k1 - k0) * 2, full + (n & 1));
     };
     const int panels = (count + panel - 1) / panel;
     grid_wait();
@@ -315,7 +358,7 @@ extern "C" __global__ void BOUNDS lowbit_few_rows(
         wait_all_but<DEPTH - 2>();
         __syncwarp();
         fetch(before);
-        consume(at, 0, i * KW + k_warp);
+        consume(at, 0, chunk_of(i));
         before = at;
         if ((at += R * CHUNK) == RING) at = 0;
     }
@@ -328,7 +371,7 @@ extern "C" __global__ void BOUNDS lowbit_few_rows(
             wait_all_but<DEPTH - 2>();
             __syncwarp();  // chunk i + s is here, and the one before has been read by all lanes
             fetch((s + DEPTH - 1) % DEPTH * (R * CHUNK));
-            consume(s * (R * CHUNK), 0, (i + s) * KW + k_warp);
+            consume(s * (R * CHUNK), 0, chunk_of(i + s));
         }
     }
 #else
@@ -342,7 +385,7 @@ extern "C" __global__ void BOUNDS lowbit_few_rows(
             wait_all_but<DEPTH - 2>();
             __syncwarp();
             fetch(before);
-            consume(at, (n & 1) * M * x_pitch + k * (KW * 256), i * KW + k_warp);
+            consume(at, (n & 1) * M * x_pitch + k * (KW * 256), chunk_of(i));
             before = at;
             if ((at += R * CHUNK) == RING) at = 0;
         }
@@ -394,6 +437,9 @@ extern "C" __global__ void BOUNDS lowbit_few_rows(
         float up = total_of(row / 16 * 2 + 1, col, row % 16);
         if (bias) up += widen(bias[N + row0 + row]);
         v = v / (1.f + __expf(-v)) * up;
+#endif
+#if CHOOSE && EXPERTS == 1
+        v *= weight;
 #endif
         v += n ? behind(e) : early;
         const u64 at = (u64)col * N + row0 + row;

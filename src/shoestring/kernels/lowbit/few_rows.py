@@ -26,6 +26,29 @@ from shoestring.kernels.lowbit.chunk_layout import CHUNK_ROWS, CHUNK_WIDTH, Chun
 from shoestring.kernels.runtime.nvrtc import SOURCES, Kernel, compile_kernel, cuda_source, pointer
 
 MOST_ROWS = 16
+SLOT_ROWS = 4  # rows of a slot (kernels/experts/route.py): as many as one column tile of the integer tensor cores takes
+
+
+@dataclass(frozen=True)
+class ExpertChoice:
+    """What a kernel over experts is compiled for. Without `top_k` the slots of a Routing are given."""
+
+    top_k: int = 0  # one row: the kernel chooses by the router's logits
+    num: int = 0  # of experts
+    renormalize: bool = False
+    sum: bool = False  # one product with the weights of all chosen experts
+
+    @property
+    def shared_bytes(self) -> int:
+        return ceil_div(8 * self.num + 4 * self.top_k, 16) * 16 if self.top_k else 0
+
+    def macros(self) -> dict[str, int]:
+        return {
+            "EXPERTS": 2 if self.sum else 1,
+            "CHOOSE": self.top_k,
+            "NUM_EXPERTS": self.num,
+            "RENORMALIZE": int(self.renormalize),
+        }
 
 
 # -- plans ---------------------------------------------------------------------------------------------------
@@ -240,7 +263,7 @@ def few_rows_macros(
     norm: torch.dtype | None = None,
     swiglu: bool = False,
     out32: bool = False,
-    experts: bool = False,
+    experts: ExpertChoice | None = None,
     limits: DeviceLimits = H200,
 ) -> dict[str, int]:
     return {
@@ -259,8 +282,12 @@ def few_rows_macros(
         "NORM": 0 if norm is None else 2 if norm == torch.float32 else 1,
         "SWIGLU": int(swiglu),
         "OUT32": int(out32),
-        "EXPERTS": int(experts),
+        "SLOT_ROWS": SLOT_ROWS,
+        **(experts.macros() if experts else {"EXPERTS": 0, "CHOOSE": 0}),
     }
+
+
+NO_EXPERTS = (pointer(None), pointer(None), pointer(None), ctypes.c_int(0))
 
 
 @functools.cache
@@ -314,7 +341,7 @@ def few_rows_cuda(
         plan.grid(tiles * CHUNK_ROWS),
         warps * 32,
         shared,
-        (*map(pointer, pointers), ctypes.c_float(eps), *map(ctypes.c_int, numbers), pointer(None), ctypes.c_int(0)),
+        (*map(pointer, pointers), ctypes.c_float(eps), *map(ctypes.c_int, numbers), *NO_EXPERTS),
         cluster=plan.split,
     )
     return y
@@ -323,28 +350,46 @@ def few_rows_cuda(
 # -- experts ---------------------------------------------------------------------------------------------------
 @functools.cache
 def choose_expert_plan(
-    layout: ChunkLayout, rows: int, out: int, width: int, slots: int, swiglu: bool, limits: DeviceLimits = H200
-) -> FewRowsPlan:
-    """The plan for `slots` experts with weights [out, width]: half of an SM for a block, because the blocks of many
-    experts follow each other on an SM; for one row as many row tiles as give every SM one block. Found by
-    `python -m experiments.expert_plans`."""
-    tiles = ceil_div(out, CHUNK_ROWS)
-    if rows == 1:
+    layout: ChunkLayout,
+    out: int,
+    width: int,
+    slots: int,
+    swiglu: bool,
+    choice: ExpertChoice,
+    limits: DeviceLimits = H200,
+) -> FewRowsPlan | None:
+    """The plan for experts with weights [out, width]: half of an SM for a block, because the blocks of many experts
+    follow each other on an SM; for one row as many row tiles as give every SM one block. None: a sum that does not fit.
+    Found by `python -m experiments.expert_plans`."""
+    tiles, chunks, int8_mma = ceil_div(out, CHUNK_ROWS), ceil_div(width, CHUNK_WIDTH), int(not layout.table)
+    rows, wide = 1 if choice.top_k else SLOT_ROWS, width
+    if choice.sum:
+        wide = width * choice.top_k
+        wanted = min(ceil_div(tiles, limits.num_sms), max(1, 16 // choice.top_k))
+        k_warps = choice.top_k * max(1, 8 // (choice.top_k * wanted))
+        depth = min(8, max(3, ceil_div(chunks * choice.top_k, k_warps) + 1))
+        plans = [FewRowsPlan(wanted, k_warps, 1, d, int8_mma=int8_mma, half_sm=1) for d in range(depth, 2, -1)]
+    elif choice.top_k:
         wanted = min(12, ceil_div(ceil_div(slots * tiles, limits.num_sms), 2) * 2)
         pair = 1 if wanted <= 6 else 2
-        plan = FewRowsPlan(wanted // pair, 2, pair, int8_mma=int(not layout.table), half_sm=1)
-    elif rows <= 4:
-        plan = FewRowsPlan(6, 2 if width >= 2048 else 1, 2, int8_mma=int(not layout.table), half_sm=1)
+        plans = [FewRowsPlan(wanted // pair, 2, pair, d, int8_mma=int8_mma, half_sm=1) for d in (6, 5, 4, 3)]
     else:
-        plan = FewRowsPlan(4, 1, 2, panel=2, half_sm=1)
-    if not plan.runs(layout, rows, width, False, swiglu, limits):
-        plan = rule(layout, row_class(rows), out * slots, width, False, swiglu, limits)
-    return overridden(
-        plan,
-        "SHOESTRING_LOWBIT_EXPERT_PLAN",
-        lambda given: given.runs(layout, rows, width, False, swiglu, limits),
-        f"cannot run with {rows} rows of {slots} experts of {out}x{width}",
-    )
+        plans = [FewRowsPlan(6, 2 if width >= 2048 else 1, 2, int8_mma=int8_mma, half_sm=1)]
+
+    def runs(plan: FewRowsPlan) -> bool:
+        if choice.sum and (plan.k_warps % choice.top_k or width % CHUNK_WIDTH):
+            return False
+        shared = plan.shared_bytes(layout, rows, wide) + choice.shared_bytes
+        return plan.runs(layout, rows, wide, False, swiglu, limits) and shared <= less_than_half(limits)
+
+    plan = next(filter(runs, plans), None)
+    if plan is None:
+        if choice.sum:
+            return None
+        plan = rule(layout, rows, out * slots, width, False, swiglu, limits)
+    name = "SUM" if choice.sum else "ROW" if choice.top_k else "SLOT"
+    what = f"cannot run with {slots} experts of {out}x{width}"
+    return overridden(plan, f"SHOESTRING_LOWBIT_EXPERT_{name}_PLAN", runs, what)
 
 
 def few_rows_experts_cuda(
@@ -354,36 +399,105 @@ def few_rows_experts_cuda(
     layout: ChunkLayout,
     num_experts: int,
     experts_S: Tensor,
+    counts_S: Tensor,
+    members_SC: Tensor | None,
     plan: FewRowsPlan | None = None,
     *,
     swiglu: bool = False,
 ) -> Tensor:
-    """y [S, rows, out]: x [rows, in], or [S, rows, in], times the weight of each slot's expert. `chunks` holds the
-    weights of all experts, one after the other. Slots of -1 are not written."""
-    (rows, width), slots = x.shape[-2:], len(experts_S)
-    assert x.is_contiguous() and width % 8 == 0 and x.data_ptr() % 16 == 0 and experts_S.dtype == torch.int32
-    limits, (tiles, per_row) = device_limits(x.device.index), (len(chunks) // num_experts, chunks.shape[1])
-    out = tiles * CHUNK_ROWS
-    plan = plan or choose_expert_plan(layout, rows, out, width, slots, swiglu, limits)
-    y = torch.empty(slots, rows, out // (2 if swiglu else 1), dtype=x.dtype, device=x.device)
-    kernel = _kernel(x.device.index, layout, x.dtype, row_class(rows), plan, None, swiglu, False, True)
-    pointers = (chunks, x, y, table, None, None, None)
-    numbers = (width, rows, width, tiles, per_row, plan.panel_chunks(width))
-    split, blocks, _ = plan.grid(out)
-    shared = plan.shared_bytes(layout, rows, width)
-    if split * blocks * slots <= limits.num_sms:  # one block for each SM
-        shared = max(shared, limits.shared_per_sm // 2)
-    kernel.launch(
-        (split, blocks, slots),
-        plan.warps * 32,
-        shared,
-        (
-            *map(pointer, pointers),
-            ctypes.c_float(0.0),
-            *map(ctypes.c_int, numbers),
-            pointer(experts_S),
-            ctypes.c_int(rows * width if x.ndim == 3 else 0),
-        ),
-        cluster=split,
+    """y [S, SLOT_ROWS, out]: the first `counts` rows of each slot times the weight of its expert. The rows are those
+    that `members` names of x [rows, in], or x is [S, SLOT_ROWS, in]. `chunks` holds the weights of all experts, one
+    after the other. What a slot does not have is not written."""
+    slots, tiles = len(experts_S), len(chunks) // num_experts
+    choice, out = ExpertChoice(), tiles * CHUNK_ROWS
+    limits = device_limits(x.device.index)
+    assert (members_SC is None) == (x.ndim == 3) and experts_S.dtype == counts_S.dtype == torch.int32
+    plan = plan or choose_expert_plan(layout, out, x.shape[-1], slots, swiglu, choice, limits)
+    assert plan is not None
+    y = torch.empty(slots, SLOT_ROWS, out // (2 if swiglu else 1), dtype=x.dtype, device=x.device)
+    given = experts_S, counts_S, members_SC
+    _launch_experts(
+        x, chunks, table, layout, tiles, plan, choice, given, y, SLOT_ROWS, (*plan.grid(out)[:2], slots), swiglu
     )
     return y
+
+
+def row_experts_up_cuda(
+    x_1K: Tensor,
+    chunks: Tensor,
+    table: Tensor | None,
+    layout: ChunkLayout,
+    logits_1E: Tensor,
+    choice: ExpertChoice,
+    plan: FewRowsPlan | None = None,
+    *,
+    norm_K: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """y [top_k, out]: [norm] x through gate and up of each chosen expert, with SwiGLU, times the expert's share."""
+    tiles, limits = len(chunks) // choice.num, device_limits(x_1K.device.index)
+    out = tiles * CHUNK_ROWS
+    plan = plan or choose_expert_plan(layout, out, x_1K.shape[1], choice.top_k, True, choice, limits)
+    assert plan is not None and logits_1E.dtype == torch.float32 and logits_1E.is_contiguous()
+    y = torch.empty(choice.top_k, out // 2, dtype=x_1K.dtype, device=x_1K.device)
+    given, grid = (logits_1E, None, None), (*plan.grid(out)[:2], choice.top_k)
+    _launch_experts(x_1K, chunks, table, layout, tiles, plan, choice, given, y, 1, grid, True, norm_K, eps)
+    return y
+
+
+def row_experts_down_cuda(
+    x_SF: Tensor,
+    chunks: Tensor,
+    table: Tensor | None,
+    layout: ChunkLayout,
+    logits_1E: Tensor,
+    choice: ExpertChoice,
+    residual_1N: Tensor,
+    plan: FewRowsPlan | None = None,
+) -> Tensor:
+    """residual + the sum over the chosen experts of their inputs times their weights, [1, out]. The kernel launched
+    before must be `row_experts_up_cuda` with the same logits: weights are fetched while it runs."""
+    tiles, limits = len(chunks) // choice.num, device_limits(x_SF.device.index)
+    out = tiles * CHUNK_ROWS
+    plan = plan or choose_expert_plan(layout, out, x_SF.shape[1], 1, False, choice, limits)
+    assert plan is not None and choice.sum
+    y = torch.empty(1, out, dtype=x_SF.dtype, device=x_SF.device)
+    given, grid = (logits_1E, None, None), plan.grid(out)
+    _launch_experts(
+        x_SF.view(1, -1), chunks, table, layout, tiles, plan, choice, given, y, 1, grid, False, residual_1N=residual_1N
+    )
+    return y
+
+
+def _launch_experts(
+    x: Tensor,
+    chunks: Tensor,
+    table: Tensor | None,
+    layout: ChunkLayout,
+    tiles: int,
+    plan: FewRowsPlan,
+    choice: ExpertChoice,
+    given: tuple[Tensor, Tensor | None, Tensor | None],
+    y: Tensor,
+    rows: int,
+    grid: tuple[int, int, int],
+    swiglu: bool,
+    norm_K: Tensor | None = None,
+    eps: float = 0.0,
+    residual_1N: Tensor | None = None,
+) -> None:
+    width, limits = x.shape[-1], device_limits(x.device.index)
+    assert x.is_contiguous() and width % 8 == 0 and x.data_ptr() % 16 == 0
+    norm = None if norm_K is None else norm_K.dtype
+    kernel = _kernel(x.device.index, layout, x.dtype, row_class(rows), plan, norm, swiglu, False, choice)
+    pointers = (chunks, x, y, table, None, norm_K, residual_1N)
+    per_row = chunks.shape[1] * (choice.top_k if choice.sum else 1)
+    numbers = (width, rows, width, tiles, per_row, plan.panel_chunks(width))
+    shared = plan.shared_bytes(layout, rows, width, norm is not None) + choice.shared_bytes
+    split, blocks, slots = grid
+    if not choice.sum and split * blocks * slots <= limits.num_sms:  # one block for each SM
+        shared = max(shared, limits.shared_per_sm // 2)
+    numbers_of = (*map(ctypes.c_int, numbers), *map(pointer, given))
+    pitch = ctypes.c_int(rows * width if x.ndim == 3 else 0)
+    arguments = (*map(pointer, pointers), ctypes.c_float(eps), *numbers_of, pitch)
+    kernel.launch(grid, plan.warps * 32, shared, arguments, cluster=split)

@@ -25,10 +25,49 @@ INLINE float add_lanes(float v, const int lanes) {  // over `lanes` neighbours
     return v;
 }
 
+#if CHOOSE
+// The CHOOSE largest of the router's logits, in every block anew: that costs less than a kernel before. Keys are the bits of a
+// float in the order of numbers; their last bits are the expert, so that no two are alike and of equal ones the first wins.
+#define KEY_BITS (NUM_EXPERTS <= 64 ? 63 : NUM_EXPERTS <= 128 ? 127 : NUM_EXPERTS <= 256 ? 255 : 1023)
+struct Chosen {
+    float logit[NUM_EXPERTS];
+    u32 key[NUM_EXPERTS];
+    int expert[CHOOSE];  // the largest first
+
+    INLINE void find(const float* logits) {
+        for (int e = threadIdx.x; e < NUM_EXPERTS; e += THREADS) {
+            const int bits = load_late32(logits + e);
+            logit[e] = __int_as_float(bits);
+            key[e] = ((u32)bits ^ ((u32)(bits >> 31) | 0x80000000u)) & ~(u32)KEY_BITS | (u32)(KEY_BITS - e);
+        }
+        join_workers();
+        for (int e = threadIdx.x; e < NUM_EXPERTS; e += THREADS) {
+            const u32 mine = key[e];
+            int rank = 0;
+            #pragma unroll 16
+            for (int f = 0; f < NUM_EXPERTS; f++) rank += key[f] > mine;
+            if (rank < CHOOSE) expert[rank] = e;
+        }
+        join_workers();
+    }
+    INLINE float share(const int of) const {  // of the softmax over all experts, or over the chosen ones; by a whole warp
+        const int lane = threadIdx.x & 31;
+        const float top = logit[expert[0]];
+        float sum = 0.f;
+        for (int e = lane; e < (RENORMALIZE ? CHOOSE : NUM_EXPERTS); e += 32) sum += __expf(logit[RENORMALIZE ? expert[e] : e] - top);
+        return __expf(logit[of] - top) / add_lanes(sum, 32);
+    }
+};
+#define CHOSEN_BYTES (((int)sizeof(Chosen) + 15) / 16 * 16)
+#else
+#define CHOSEN_BYTES 0
+#endif
+
 #if XREG
-template <class Meanwhile>  // what is done while the first loads are on their way
+// `row_at`: where row i of the product lies in X; `meanwhile`: what is done while the first loads are on their way
+template <class RowAt, class Meanwhile>
 INLINE void take_x(const u16* X, const void* __restrict__ norm, char* x_smem, float* sums, float* squares, const int first,
-                   const int count, const int K, const int M, const int pitch_x, Meanwhile meanwhile) {
+                   const int count, const int K, const int M, const int pitch_x, RowAt row_at, Meanwhile meanwhile) {
     const int warp = threadIdx.x >> 5;
 #if INT8_MMA
     // x by chunk as integers times a scale, in two digits of 8 bits. A thread takes 16 inputs of a row: those of word j of
@@ -46,7 +85,7 @@ INLINE void take_x(const u16* X, const void* __restrict__ norm, char* x_smem, fl
         #pragma unroll
         for (int i = 0; i < 2; i++) {
             uint4 v = make_uint4(0, 0, 0, 0);
-            if (at.row < M && k < K) v = load_late(X + (u64)at.row * pitch_x + k + i * apart);
+            if (at.row < M && k < K) v = load_late(X + (u64)row_at(at.row) * pitch_x + k + i * apart);
             got[i][0] = v.x, got[i][1] = v.y, got[i][2] = v.z, got[i][3] = v.w;
         }
     };
@@ -126,7 +165,7 @@ INLINE void take_x(const u16* X, const void* __restrict__ norm, char* x_smem, fl
             row[u] = e / pieces, piece[u] = e - row[u] * pieces;
             const int k = first * 128 + piece[u] * 8;
             got[u] = make_uint4(0, 0, 0, 0);
-            if (e < total && k < K) got[u] = load_late(X + (u64)row[u] * pitch_x + k);
+            if (e < total && k < K) got[u] = load_late(X + (u64)row_at(row[u]) * pitch_x + k);
         }
     };
     grid_wait();

@@ -358,8 +358,7 @@ class FusedDecoder:
                     qkv_TE = self._normed_linear(read_TD, owed, layer.norms.get("attn_norm"), layer.qkv)
                     inner, last = self._attend(index, layer, qkv_TE, rows, cache), layer.o
                 elif isinstance(layer.mlp, FusedExperts):
-                    normed_TD = self._normed(read_TD, owed, layer.norms.get("mlp_norm"))
-                    x_TD, delta, done = layer.mlp(x_TD, normed_TD), None, False
+                    x_TD, delta, done = self._experts(x_TD, read_TD, owed, layer, layer.mlp), None, False
                     continue
                 else:
                     up, last = layer.mlp
@@ -473,6 +472,15 @@ class FusedDecoder:
             part = qkv_TE[:, first : first + len(norm.weight)]
             part.copy_(self._normed(part.contiguous(), None, norm))
             first += len(norm.weight)
+
+    def _experts(
+        self, x_TD: Tensor, read_TD: Tensor, owed: Tensor | None, layer: _Layer, experts: FusedExperts
+    ) -> Tensor:
+        norm = layer.norms.get("mlp_norm")
+        if read_TD is x_TD and owed is None and norm is not None and norm.rms and experts.takes_row(x_TD):
+            return experts.row(x_TD, norm.weight, norm.eps)
+        normed_TD = self._normed(read_TD, owed, norm)
+        return experts(x_TD, normed_TD)
 
     def _activate(self, x_TD: Tensor, delta: Tensor | None, layer: _Layer, linear: MergedLinear) -> Tensor:
         """What the down projection multiplies."""
