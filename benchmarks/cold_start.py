@@ -225,6 +225,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="tiny models; records nothing")
     parser.add_argument("--rows", nargs="*", default=["bf16", "bf16 + drafter", "int4"])
+    parser.add_argument("--no-serial", action="store_true", help="leave out the rows that compile one by one")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--drafter", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--began", type=float, help=argparse.SUPPRESS)
@@ -238,7 +239,8 @@ def main() -> None:
         for name in args.rows:
             model = folder / ("int4" if name.startswith("int4") else "model")
             drafter = folder / "drafter" if name.endswith("drafter") else None
-            row(f"{name}, cold, one by one", model, drafter, folder / f"old {name}", args.small, threads=False)
+            if not args.no_serial:
+                row(f"{name}, cold, one by one", model, drafter, folder / f"old {name}", args.small, threads=False)
             caches = folder / f"caches {name}"
             for state in ("cold", "warm"):
                 row(f"{name}, {state}", model, drafter, caches, args.small, threads=True)

