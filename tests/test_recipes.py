@@ -266,7 +266,10 @@ def test_a_quick_demo_does_less_where_nothing_else_is_said() -> None:
     assert "15.0 minutes: chat pretrained 500 s, train small 400 s." in told and "quick=true" in told
 
 
-def test_the_demo_in_miniature(cli: Callable[..., str], corpus: Path, tmp_path: Path) -> None:
+def test_the_demo_in_miniature(
+    cli: Callable[..., str], corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "CONTEXT", 64)
     options = ["steps=3", f"data={corpus}", "d_model=64", "eval_tokens=256", "pretrained=false", "device=cpu"]
     out = cli("demo", *options, f"run={tmp_path / 'demo'}")
     assert "skipped" in out and "report" in out

@@ -200,7 +200,7 @@ def test_a_line_that_cannot_be_saved_is_refused_before_the_load(tmp_path: Path, 
 
 @pytest.mark.slow
 def test_a_short_soak_loses_nothing() -> None:
-    outcome = soak.run(clients=12, seconds=4.0, max_requests=5)
+    outcome = soak.run(clients=12, seconds=2.5, max_requests=5)
     assert outcome.counts["whole"] >= 5 and outcome.counts["left"] >= 1  # several times as many on idle cores
     assert outcome.counts["wrong"] == outcome.counts["failed"] == 0, outcome.first_wrong
     assert outcome.kv_usage == 0

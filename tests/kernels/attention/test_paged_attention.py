@@ -121,9 +121,9 @@ def check_attention(device: str = "cpu", dtypes: tuple[torch.dtype, ...] = (torc
             assert error <= 2 * plain_error + 1e-6, (spans, dtype, error, plain_error)
     # A launch says the same again, and a request the same in another batch cut alike.
     q, keys, values, tables, tiles = (t.to(device) for t in paged_case(DECODE, 4, 2, 16, 16, torch.float32))
-    whole = paged_attention(q, keys, values, tables, tiles, rows_per_tile=1, num_splits=16)
-    again = paged_attention(q, keys, values, tables, tiles, rows_per_tile=1, num_splits=16)
-    alone = paged_attention(q, keys, values, tables, tiles[2:3], rows_per_tile=1, num_splits=16)
+    whole = paged_attention(q, keys, values, tables, tiles, rows_per_tile=1, num_splits=4)
+    again = paged_attention(q, keys, values, tables, tiles, rows_per_tile=1, num_splits=4)
+    alone = paged_attention(q, keys, values, tables, tiles[2:3], rows_per_tile=1, num_splits=4)
     assert torch.equal(whole, again) and torch.equal(alone[2], whole[2])
 
 

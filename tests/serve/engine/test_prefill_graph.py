@@ -325,7 +325,7 @@ def test_a_step_waits_for_the_device_once(
 
     def serve() -> None:
         """Texts of many lengths, of which one comes after the other."""
-        draw, left = random.Random(1), 14
+        draw, left = random.Random(1), 9
         while left or engine.busy:
             if left and draw.random() < 0.4:
                 left -= 1
@@ -335,7 +335,7 @@ def test_a_step_waits_for_the_device_once(
             before, outputs = waits[0], engine.step()
             steps.append((waits[0] - before, bool(outputs)))
 
-    for _ in range(3):  # what is made when first needed may wait
+    for _ in range(2):  # what is made when first needed may wait
         serve()
     made = engine.runner.num_graphs
     waiter, name = (torch.cuda.Event, "synchronize") if device == "cuda" else (PendingTokens, "tokens")
@@ -354,5 +354,5 @@ def test_a_step_waits_for_the_device_once(
     with no_other_wait(device):
         serve()
     assert engine.runner.num_graphs == made and "fused" not in launched
-    assert launched.count("prefill") > 10 and launched.count("next") > 20
-    assert len(steps) > 50 and all(num == gained for num, gained in steps)
+    assert launched.count("prefill") > 6 and launched.count("next") > 15
+    assert len(steps) > 35 and all(num == gained for num, gained in steps)

@@ -88,7 +88,7 @@ def test_no_request_waits_for_a_graph(max_requests: int, monkeypatch: pytest.Mon
 def test_nor_without_a_drafter(max_requests: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where somebody prepared the engine, as a server does; else graphs are made when first needed."""
     target = tiny_decoder(0)
-    prompts, samplings = requests(20, max_requests)
+    prompts, samplings = requests(12, max_requests)
     want = [c.token_ids for c in Engine(target).generate(prompts, samplings)]
     clock = Clock(monkeypatch)
     engine = Engine(target, max_requests=max_requests, max_context=64, chunk=60, graphs=True)
@@ -177,7 +177,7 @@ def test_nothing_is_compiled_while_requests_run(monkeypatch: pytest.MonkeyPatch)
         "drafted_requests",
         lambda self, requests: draw.sample(requests, draw.randint(1, min(len(requests), 3))),
     )
-    for _ in range(8):
+    for _ in range(4):
         prompts = [[draw.randrange(29) for _ in range(draw.randint(1, 40))] for _ in range(draw.randint(1, 14))]
         engine.generate(prompts, [Sampling(max_tokens=draw.randint(1, 24), seed=i) for i in range(len(prompts))])
     assert engine.stats.num_drafted > 100 and variants.met == known

@@ -42,7 +42,7 @@ def test_a_drafter_never_costs_two_percent(batch: int, noise: float, monkeypatch
     prompts = [[draw.randrange(29) for _ in range(20)] for _ in range(batch)]
     sampling = Sampling(max_tokens=40, ignore_eos=True)
 
-    def seconds(drafter: DraftModel | None, rounds: int = 9) -> float:
+    def seconds(drafter: DraftModel | None, rounds: int = 6) -> float:
         engine = Engine(
             target, max_requests=batch, max_context=64, chunk=64, graphs=True, drafter=drafter, prefix_cache=False
         )
