@@ -14,6 +14,7 @@ from interpreted import run_interpreted
 from shoestring.kernels.comm import block_codes, sparse_codes
 from shoestring.kernels.comm import top_magnitudes as search
 from shoestring.kernels.comm.block_codes import HUGE, LEVELS, decode_blocks_ref, encode_blocks, encode_blocks_ref
+from shoestring.kernels.comm.cpu_codes import add_moments
 from shoestring.kernels.comm.top_magnitudes import top_magnitudes, top_magnitudes_ref
 from shoestring.kernels.runtime.cpp import find_compiler
 
@@ -89,6 +90,13 @@ def test_loops_in_cpp_equal_the_references(threads: int, monkeypatch: pytest.Mon
         x = rows_to_search(num)
         assert torch.equal(top_magnitudes(x, k), top_magnitudes_ref(x, k)), (num, k)
     check_sparse_codes("cpu")
+    gradients = [torch.randn(n) for n in (1, 17, 4096)]
+    residuals = [torch.randn_like(g) for g in gradients]
+    sums = [g + e for g, e in zip(gradients, residuals, strict=True)]
+    found = add_moments(residuals, gradients)
+    want = [[g @ g, s @ s, g @ s] for g, s in zip(gradients, sums, strict=True)]
+    torch.testing.assert_close(found, torch.tensor(want))
+    assert all(torch.equal(a, b) for a, b in zip(residuals, sums, strict=True))
 
 
 def check_sparse_codes(device: str) -> None:
@@ -101,6 +109,10 @@ def check_sparse_codes(device: str) -> None:
             wire = sparse_codes.encode_sparse(x, ratio, error)
             assert torch.equal(wire, sparse_codes.encode_sparse_ref(x, ratio, want_error)), num
             assert torch.equal(error, want_error) and wire.numel() == 4 * sparse_codes.total_kept(ratio, num)
+            if device == "cpu":  # in place
+                error = x.clone()
+                assert torch.equal(sparse_codes.encode_sparse(error, ratio, error), wire)
+                assert torch.equal(error, want_error)
             wires.append(torch.cat([wire[:1], wire]))
         joined = torch.stack(wires)[:, 1:]  # does not lie on a multiple of two
         want = sparse_codes.sum_sparse_ref(joined, num, ratio)

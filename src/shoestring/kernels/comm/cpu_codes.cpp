@@ -36,6 +36,9 @@ void parallel(int64_t units, int64_t threads, Work work) {
   for (auto &other : others) other.join();
 }
 
+// Values that vector code computes side by side; sums of them have as many parts.
+typedef float Group __attribute__((vector_size(4 * GROUP)));
+
 // As an integer, which has the order of |x|.
 uint32_t magnitude(float x) { return std::bit_cast<uint32_t>(x) & 0x7fffffffu; }
 
@@ -208,6 +211,33 @@ void sum_blocks(const uint8_t *wire, int64_t stride, const float *exact, int64_t
       }
     }
   });
+}
+
+// Adds each tensor g, of num values, to its e. out [tensors, 3] gets |g|^2, |e|^2 and their product afterwards: on the
+// way they cost no time.
+void add_moments(float *const *es, const float *const *gs, const int64_t *num, float *out, int64_t tensors) {
+  for (int64_t t = 0; t < tensors; ++t) {
+    Group gg = {}, ee = {}, ge = {}, left, right;
+    float *e = es[t];
+    const float *g = gs[t];
+    int64_t whole = num[t] / GROUP * GROUP;
+    for (int64_t i = 0; i < whole; i += GROUP) {
+      std::memcpy(&left, e + i, sizeof left);
+      std::memcpy(&right, g + i, sizeof right);
+      left += right;
+      std::memcpy(e + i, &left, sizeof left);
+      gg += right * right;
+      ee += left * left;
+      ge += left * right;
+    }
+    double sums[3] = {};
+    for (int64_t j = 0; j < GROUP; ++j) sums[0] += gg[j], sums[1] += ee[j], sums[2] += ge[j];
+    for (int64_t i = whole; i < num[t]; ++i) {
+      e[i] += g[i];
+      sums[0] += g[i] * g[i], sums[1] += e[i] * e[i], sums[2] += g[i] * e[i];
+    }
+    for (int64_t m = 0; m < 3; ++m) out[3 * t + m] = static_cast<float>(sums[m]);
+  }
 }
 
 // index [rows, k], of rows [rows, num].

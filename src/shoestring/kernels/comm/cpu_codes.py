@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -27,6 +28,7 @@ _SIGNATURES = {
     "encode_blocks": [_P, _P, _P, *[_N] * 5],
     "decode_blocks": [_P, _N, _P, *[_N] * 5],
     "sum_blocks": [_P, _N, _P, _N, _P, *[_N] * 5],
+    "add_moments": [_P, _P, _P, _P, _N],
     "top_magnitudes": [_P, _P, *[_N] * 4],
     "encode_top": [_P, _P, _P, _P, *[_N] * 4],
     "sum_top": [_P, *[_N] * 4, _P, *[_N] * 4],
@@ -50,6 +52,24 @@ def _library() -> ctypes.CDLL | None:
             function = getattr(library, name)
             function.argtypes, function.restype = types, None
     return library
+
+
+def add_moments(residuals: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:
+    """Add each gradient to its residual, in place; [tensors, 3]: squared norms of both then, and their product.
+
+    On a CPU in one pass over the memory, which is what takes the time; on other devices by torch."""
+    loops = cpu_loops(residuals[0])
+    pairs = [*residuals, *gradients]
+    if loops is None or not all(t.dtype == torch.float32 and t.is_contiguous() for t in pairs):
+        torch._foreach_add_(list(residuals), list(gradients))
+        values = [g.float() for g in gradients]
+        squares = [torch.stack(torch._foreach_norm(list(tensors))).square() for tensors in (values, residuals)]
+        products = [torch.dot(g.flatten(), e.flatten()) for g, e in zip(values, residuals, strict=True)]
+        return torch.stack([*squares, torch.stack(products)], dim=1)
+    num, out = len(residuals), torch.empty(len(residuals), 3)
+    places = [(_P * num)(*[t.data_ptr() for t in tensors]) for tensors in (residuals, gradients)]
+    loops.add_moments(*places, (_N * num)(*[t.numel() for t in gradients]), out.data_ptr(), num)
+    return out
 
 
 def num_threads(num_values: int) -> int:

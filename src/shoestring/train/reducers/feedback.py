@@ -30,20 +30,22 @@ class Compression:
     def at(self, name: str, step: int) -> At:
         return At(self.rank, self.size, name, step, self.seed, self.memories.setdefault(name, {}))
 
+    def residual(self, name: str, like: Tensor) -> Tensor:
+        """As much as counts in this step; zeros in the first one."""
+        if name not in self.residuals:
+            self.residuals[name] = torch.zeros(like.shape, dtype=torch.float32, device=like.device)
+        decay = self.compressors[name].decay
+        return self.residuals[name] if decay == 1 else self.residuals[name].mul_(decay)
+
     def given(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Each gradient in fp32 and what earlier steps left out of it.
 
         With error feedback it is the residual itself, added to in place: memory that is touched twice costs more time
         than what is computed. The exchange leaves the new residual there."""
         fed_back = [name for name in gradients if self.compressors[name].feedback]
-        for name in fed_back:
-            if name not in self.residuals:
-                like = gradients[name]
-                self.residuals[name] = torch.zeros(like.shape, dtype=torch.float32, device=like.device)
-            if self.compressors[name].decay != 1:
-                self.residuals[name].mul_(self.compressors[name].decay)
         if fed_back:
-            torch._foreach_add_([self.residuals[n] for n in fed_back], [gradients[n] for n in fed_back])
+            residuals = [self.residual(name, gradients[name]) for name in fed_back]
+            torch._foreach_add_(residuals, [gradients[name] for name in fed_back])
         return {name: self.residuals[name] if name in fed_back else g.float() for name, g in gradients.items()}
 
     def exchange(self, gradients: Mapping[str, Tensor], step: int) -> Exchange[dict[str, Tensor]]:

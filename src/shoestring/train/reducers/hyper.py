@@ -47,6 +47,33 @@ TINY = 1e-30
 GRID = np.linspace(0, 1, 17)  # of prices
 
 
+class Network:
+    """linear, tanh, linear; in numpy, where a pass takes a tenth of the time of torch's calls."""
+
+    def __init__(self, num_inputs: int, num_outputs: int, seed: int) -> None:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            net = nn.Sequential(nn.Linear(num_inputs, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, num_outputs))
+        self.parameters = {name: p.detach().numpy().copy() for name, p in net.named_parameters()}
+
+    def hidden(self, inputs_LF: np.ndarray) -> np.ndarray:
+        return np.tanh(inputs_LF @ self.parameters["0.weight"].T + self.parameters["0.bias"])
+
+    def outputs(self, hidden_LH: np.ndarray) -> np.ndarray:
+        return hidden_LH @ self.parameters["2.weight"].T + self.parameters["2.bias"]
+
+    def descend(
+        self, inputs_LF: np.ndarray, hidden_LH: np.ndarray, slope_LO: np.ndarray, rate: float, *, body: bool
+    ) -> None:
+        """One step against the slope of a loss by the outputs; `body`: of the first layer too."""
+        back_LH = (slope_LO @ self.parameters["2.weight"]) * (1 - hidden_LH**2)
+        self.parameters["2.weight"] -= rate * slope_LO.T @ hidden_LH
+        self.parameters["2.bias"] -= rate * slope_LO.sum(axis=0)
+        if body:
+            self.parameters["0.weight"] -= rate * back_LH.T @ inputs_LF
+            self.parameters["0.bias"] -= rate * back_LH.sum(axis=0)
+
+
 class Hyper(LGreco):
     def __init__(
         self, options: Sequence[Compressor], bytes_LC: np.ndarray, budget: float, seed: int, kinds_L: Sequence[int] = ()
@@ -59,23 +86,17 @@ class Hyper(LGreco):
         self.size_L = np.log(largest / largest.mean())
         self.agreement_L = np.ones(num)
         self.magnitude_L = np.ones(num)  # sums of |gradient + residual| on rank 0, from their squares
-        self.features = torch.zeros(num, 8 + self.kind_LK.shape[1])
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            body = nn.Linear(2 * self.features.shape[1], HIDDEN)
-            self.head = nn.Linear(HIDDEN, len(options) + 1)
-            self.net = nn.Sequential(body, nn.Tanh(), self.head)
-        with torch.no_grad():
-            self.head.weight[-1].zero_()  # weights of layers begin equal
-            self.head.bias[-1].zero_()
+        self.features = np.zeros((num, 8 + self.kind_LK.shape[1]), dtype=np.float32)
+        self.net = Network(2 * self.features.shape[1], len(options) + 1, seed)
+        self.net.parameters["2.weight"][-1] = self.net.parameters["2.bias"][-1] = 0  # weights of layers begin equal
         self.num_lessons = 0
         # One layer each; the newest replaces the oldest.
-        self.lesson_features = torch.zeros(KEPT_LESSONS, 2 * self.features.shape[1])
-        self.lesson_shares = torch.zeros(KEPT_LESSONS, len(options))
+        self.lesson_features = np.zeros((KEPT_LESSONS, 2 * self.features.shape[1]), dtype=np.float32)
+        self.lesson_shares = np.zeros((KEPT_LESSONS, len(options)), dtype=np.float32)
         self.price = 1.0
         self.moved = 1.0
         self.frozen = False
-        self.noise: Tensor | None = None  # of the weights, in the last step that explored
+        self.noise: np.ndarray | None = None  # of the weights, in the last step that explored
         self.loss_fast = self.loss_slow = math.nan
         self.spread = 0.0
         self.reward_mean = 0.0
@@ -94,7 +115,7 @@ class Hyper(LGreco):
             *(np.log1p(self.agreement_L), self.staleness_L / 16, self.size_L, self.depth_L),
         ]
         fresh = np.concatenate([np.stack(columns, axis=1), self.kind_LK], axis=1)
-        self.features = torch.from_numpy(np.clip(fresh, -4, 4)).float()
+        self.features = fresh.clip(-4, 4).astype(np.float32)
 
     def choose(self, step: int, allowed: float, overdue_L: np.ndarray) -> np.ndarray:
         self.noise = None
@@ -103,14 +124,13 @@ class Hyper(LGreco):
             return np.full(len(self.bytes_LC), self.options.index(INT8))
         if self.num_lessons < FIRST_LESSONS:
             return super().choose(step, allowed, overdue_L)
-        with torch.no_grad():
-            share_LC, weight_L = self.answers()
+        share_LC, weight_L = self.answers()
         if not self.frozen and step > LESSONS and step % EXPLORE_EVERY == 0:
             rng = np.random.default_rng((self.seed, step))
-            self.noise = torch.from_numpy(rng.normal(size=len(weight_L)) * NOISE).float()
+            self.noise = (rng.normal(size=len(weight_L)) * NOISE).astype(np.float32)
             weight_L = weight_L + self.noise
-        weighted = self.magnitude_L * weight_L.exp().double().numpy()
-        gain_LC = weighted[:, None] * (1 - share_LC.double().numpy()) / (weighted.sum() + TINY)
+        weighted = self.magnitude_L * np.exp(weight_L)
+        gain_LC = weighted[:, None] * (1 - share_LC) / (weighted.sum() + TINY)
         gain_LC[overdue_L, 0] = -np.inf
         return self._priced(gain_LC, allowed, overdue_L)
 
@@ -134,18 +154,20 @@ class Hyper(LGreco):
             return np.where(overdue_L, 1 + self.bytes_LC[:, 1:].argmin(axis=1), 0)
         return found
 
-    def answers(self) -> tuple[Tensor, Tensor]:
+    def answers(self) -> tuple[np.ndarray, np.ndarray]:
         """(share that each option leaves behind, log weight of each layer)."""
-        outputs = self.net(self._inputs())
+        outputs = self.net.outputs(self.net.hidden(self._inputs()))
         return _shares(outputs), outputs[:, -1]
 
-    def _inputs(self) -> Tensor:
+    def _inputs(self) -> np.ndarray:
         """Features of each layer, and their mean over all."""
-        return torch.cat([self.features, self.features.mean(dim=0).expand_as(self.features)], dim=1)
+        mean = self.features.mean(axis=0, keepdims=True)
+        return np.concatenate([self.features, np.broadcast_to(mean, self.features.shape)], axis=1)
 
     # -- learning ----------------------------------------------------------------------------------
 
     error_power = 1
+    most_measured = 1 << 14  # shares, unlike sums, need few values
 
     def layers_to_measure(self, step: int) -> Sequence[int]:
         turn, wait = divmod(max(0, step - LESSONS), LESSON_EVERY)
@@ -157,12 +179,17 @@ class Hyper(LGreco):
         for layer, error_C in zip(layers, error_MC, strict=True):
             at = self.num_lessons % KEPT_LESSONS
             shares = np.clip(error_C / max(error_C[0], TINY), 0, 1)
-            self.lesson_features[at], self.lesson_shares[at] = inputs[layer], torch.from_numpy(shares)
+            self.lesson_features[at], self.lesson_shares[at] = inputs[layer], shares
             self.num_lessons += 1
-        known = slice(0, min(self.num_lessons, KEPT_LESSONS))
+        known = min(self.num_lessons, KEPT_LESSONS)
+        features, wanted = self.lesson_features[:known], self.lesson_shares[:known]
         for _ in range(PASSES):
-            wrong = _shares(self.net(self.lesson_features[known])) - self.lesson_shares[known]
-            self._descend(wrong.square().sum(-1).mean(), self.net, RATE)
+            hidden = self.net.hidden(features)
+            outputs = self.net.outputs(hidden)
+            share = _shares(outputs)
+            slope = np.zeros_like(outputs)  # of the mean squared error; the first option and the weight have none
+            slope[:, 1:-1] = (2 / known * (share - wanted) * share * (1 - share))[:, 1:]
+            self.net.descend(features, hidden, slope, RATE, body=True)
 
     def observe(self, facts: Facts) -> None:
         reward = self._watch_loss(facts)
@@ -170,20 +197,15 @@ class Hyper(LGreco):
         if self.noise is None or self.frozen:
             return
         # d log p(noise) / d weight = noise / NOISE^2 for a normal distribution around the weights.
-        before = self.answers()[1]
-        wanted = max(-1.0, min(1.0, reward)) * self.noise / NOISE
-        self._descend(-(wanted * before).mean(), self.head, BANDIT_RATE)
-        with torch.no_grad():
-            change = float((self.answers()[1] - before).abs().mean())
+        inputs = self._inputs()
+        hidden = self.net.hidden(inputs)
+        before = self.net.outputs(hidden)
+        slope = np.zeros_like(before)
+        slope[:, -1] = -max(-1.0, min(1.0, reward)) * self.noise / NOISE / len(before)
+        self.net.descend(inputs, hidden, slope, BANDIT_RATE, body=False)
+        change = float(np.abs(self.net.outputs(hidden) - before)[:, -1].mean())
         self.moved += 0.1 * (change - self.moved)
         self.frozen = self.moved < SETTLED
-
-    def _descend(self, loss: Tensor, part: nn.Module, rate: float) -> None:
-        params = list(part.parameters())
-        grads = torch.autograd.grad(loss, params)
-        with torch.no_grad():
-            for p, g in zip(params, grads, strict=True):
-                p.sub_(g, alpha=rate)
 
     def _watch_loss(self, facts: Facts) -> float:
         """How much faster than usual the loss fell, in its usual spread; asks for a fallback outside the band."""
@@ -213,25 +235,28 @@ class Hyper(LGreco):
 
     def state_dict(self) -> dict[str, Tensor]:
         numbers = torch.tensor([float(getattr(self, n)) for n in self.NUMBERS], dtype=torch.float64)
-        network = {f"net.{n}": p.detach().clone() for n, p in self.net.named_parameters()}
-        lessons = {"lesson_features": self.lesson_features.clone(), "lesson_shares": self.lesson_shares.clone()}
-        agreement = {"agreement": torch.from_numpy(self.agreement_L.copy())}
-        return {**super().state_dict(), **network, **lessons, **agreement, "numbers": numbers}
+        arrays = {
+            **{f"net.{name}": p for name, p in self.net.parameters.items()},
+            **{"lesson_features": self.lesson_features, "lesson_shares": self.lesson_shares},
+            "agreement": self.agreement_L,
+        }
+        copies = {name: torch.from_numpy(array.copy()) for name, array in arrays.items()}
+        return {**super().state_dict(), **copies, "numbers": numbers}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        with torch.no_grad():
-            for n, p in self.net.named_parameters():
-                p.copy_(state[f"net.{n}"])
+        self.net.parameters = {name: state[f"net.{name}"].numpy().copy() for name in self.net.parameters}
         values = dict(zip(self.NUMBERS, state["numbers"].tolist(), strict=True))
         self.price, self.spread, self.reward_mean = values["price"], values["spread"], values["reward_mean"]
         self.loss_fast, self.loss_slow, self.moved = values["loss_fast"], values["loss_slow"], values["moved"]
         self.last_fallback, self.num_lessons = int(values["last_fallback"]), int(values["num_lessons"])
         self.falls_back, self.frozen = bool(values["falls_back"]), bool(values["frozen"])
-        self.lesson_features, self.lesson_shares = state["lesson_features"], state["lesson_shares"]
+        self.lesson_features = state["lesson_features"].numpy().copy()
+        self.lesson_shares = state["lesson_shares"].numpy().copy()
         self.agreement_L = state["agreement"].numpy().copy()
 
 
-def _shares(outputs: Tensor) -> Tensor:
-    shares = outputs[..., :-1].sigmoid()
-    return torch.cat([torch.ones_like(shares[..., :1]), shares[..., 1:]], dim=-1)  # the first option sends nothing
+def _shares(outputs_LO: np.ndarray) -> np.ndarray:
+    shares = 1 / (1 + np.exp(-outputs_LO[:, :-1]))
+    shares[:, 0] = 1  # the first option sends nothing
+    return shares

@@ -14,12 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoestring.train.reducers.compressor import Compressor
+from shoestring.kernels.comm.cpu_codes import add_moments
+from shoestring.train.reducers.compressor import At, Compressor
 from shoestring.train.reducers.feedback import Compression
 from shoestring.train.reducers.hyper import Hyper
 from shoestring.train.reducers.rounds import Exchange, ToAll, as_bytes, from_bytes
 from shoestring.train.reducers.selectors import (
     NUM_FEATURES,
+    SKIP,
     Facts,
     LGreco,
     RandomLayers,
@@ -49,6 +51,7 @@ class SelectedCompression(Compression):
         many as `wanted` would take for all of them."""
         super().__init__(compressors, rank=rank, size=size, seed=seed)
         self.layers = [n for n, c in compressors.items() if c == wanted]
+        self.places = {name: i for i, name in enumerate(self.layers)}
         self.options = option_grid(wanted)
         self.loss = math.nan  # of this replica in this step
         self.selector_seconds = 0.0
@@ -69,8 +72,10 @@ class SelectedCompression(Compression):
         return (self.size - 1) * (4 * (NUM_FEATURES * len(self.layers) + 1) + len(self.layers))
 
     def exchange(self, gradients: Mapping[str, Tensor], step: int) -> Exchange[dict[str, Tensor]]:
-        given = self.given(gradients)
-        mine = _features([gradients[n].float() for n in self.layers], [given[n] for n in self.layers])
+        given = self.given({n: g for n, g in gradients.items() if n not in self.places})
+        residuals = [self.residual(n, gradients[n]) for n in self.layers]
+        mine = add_moments(residuals, [gradients[n] for n in self.layers])
+        given |= zip(self.layers, residuals, strict=True)
         loss = torch.tensor([self.loss], device=mine.device)
         plan = self._plan(step, mine).to(mine.device)
         answers = yield ToAll(torch.cat([as_bytes(mine.flatten()), as_bytes(loss), plan]))
@@ -87,7 +92,7 @@ class SelectedCompression(Compression):
             began = time.perf_counter()
             numbers = from_bytes(answers[:, : -len(self.layers)], torch.float32).double()
             features = numbers[:, :-1].sum(0).view(-1, NUM_FEATURES).cpu().numpy()
-            total_L = torch.stack(torch._foreach_norm([sums[n] for n in self.layers])).double().square().cpu().numpy()
+            total_L = self._applied([sums[n] for n in self.layers], chosen)
             # Replicas' losses are parts of the step's loss: they are divided by the count of the whole step.
             gradient_L, given_L, product_L = features.T
             loss_now = float(numbers[:, -1].sum())
@@ -107,14 +112,32 @@ class SelectedCompression(Compression):
         self.selector_seconds += time.perf_counter() - began
         return plan
 
+    def _applied(self, sums: Sequence[Tensor], chosen: Sequence[int]) -> np.ndarray:
+        """The squared norm of each layer's sum; where nothing is sent it is not computed."""
+        sent, found = [i for i, option in enumerate(chosen) if self.options[option] != SKIP], np.zeros(len(sums))
+        if sent:
+            norms = torch.stack(torch._foreach_norm([sums[i] for i in sent]))
+            found[sent] = norms.double().square().cpu().numpy()
+        return found
+
     def _errors(self, names: Sequence[str], given: Mapping[str, Tensor], step: int) -> np.ndarray:
-        power = 1 if self.selector is None else self.selector.error_power
+        """Of each layer by each option; of a part of the layer, another one in each step, where that is enough."""
+        if self.selector is None:
+            return np.zeros((0, len(self.options)))
+        squares, most = self.selector.error_power == 2, self.selector.most_measured
 
-        def error(name: str, option: Compressor) -> float:
-            lost = given[name] - option.decoded(given[name], self.at(name, step))
-            return float(lost.abs().pow(power).sum())
+        def part(name: str) -> Tensor:
+            flat = given[name].reshape(-1)
+            return flat if flat.numel() <= most else flat[(step * most) % (flat.numel() - most + 1) :][:most]
 
-        return np.array([[error(name, option) for option in self.options] for name in names])
+        def error(x: Tensor, option: Compressor, at: At) -> Tensor:
+            lost = x - option.decoded(x, at)
+            return lost.square_().sum() if squares else lost.abs_().sum()
+
+        found = [
+            torch.stack([error(part(name), option, self.at(name, step)) for option in self.options]) for name in names
+        ]
+        return torch.stack(found).double().cpu().numpy() if found else np.zeros((0, len(self.options)))
 
 
 def make_selector(
@@ -131,10 +154,3 @@ def make_selector(
         return Hyper(options, bytes_LC, budget, seed, [known.index(k) for k in kinds])
     kind = {"round-robin": RoundRobin, "random": RandomLayers, "l-greco": LGreco}[name]
     return kind(options, bytes_LC, budget, seed)
-
-
-def _features(gradients: list[Tensor], given: list[Tensor]) -> Tensor:
-    """[layers, NUM_FEATURES]"""
-    squares = [torch.stack(torch._foreach_norm(tensors)).square() for tensors in (gradients, given)]
-    products = torch.stack([torch.dot(g.flatten(), p.flatten()) for g, p in zip(gradients, given, strict=True)])
-    return torch.stack([*squares, products], dim=1)

@@ -113,6 +113,7 @@ class Selector(ABC):
         return
 
     error_power = 2  # of what is summed up over an error: squares or magnitudes
+    most_measured = 1 << 62  # values of a layer
 
     def layers_to_measure(self, step: int) -> Sequence[int]:
         """Those for which `errors` is to be called after this step."""
