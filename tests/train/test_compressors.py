@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shoestring.errors import UserError
 from shoestring.train.reducers.compressor import At, Compressor
-from shoestring.train.reducers.demo import dct, from_frequencies, to_frequencies
+from shoestring.train.reducers.demo import chunk_size, dct, from_chunks, from_frequencies, to_chunks, to_frequencies
 from shoestring.train.reducers.feedback import Compression
 from shoestring.train.reducers.methods import FIXED, for_tensor, parse_compressor
 from shoestring.train.reducers.quantizers import INT8, PLAIN
@@ -126,7 +126,8 @@ def test_dct_is_orthonormal_and_goes_back() -> None:
     assert torch.allclose(dct(64, torch.device("cpu")) @ dct(64, torch.device("cpu")).T, torch.eye(64), atol=1e-5)
     for shape in ((128, 192), (100, 7), (64,), (13,)):
         x = torch.randn(shape)
-        assert torch.allclose(from_frequencies(to_frequencies(x), x.shape), x, atol=1e-5)
+        back = from_frequencies(to_frequencies(to_chunks(x)), *chunk_size(x.shape))
+        assert torch.allclose(from_chunks(back, x.shape), x, atol=1e-5)
 
 
 def test_one_dim_stays_exact_and_embeddings_get_int8() -> None:

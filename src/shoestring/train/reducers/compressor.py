@@ -14,13 +14,15 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from shoestring.train.reducers.rounds import Exchange, together
+
+BUCKET_VALUES = 1 << 22  # a joined copy must not cost much memory
 
 
 @dataclass
@@ -85,3 +87,15 @@ def to_rows(x: Tensor, num_rows: int, block: int) -> Tensor:
     per_row = -(-flat.numel() // (num_rows * block)) * block
     padding = num_rows * per_row - flat.numel()
     return (torch.nn.functional.pad(flat, (0, padding)) if padding else flat).view(num_rows, per_row)
+
+
+def buckets(xs: Sequence[Tensor]) -> Iterator[list[int]]:
+    """Which tensors, one after the other, are joined into one: up to BUCKET_VALUES, or a large one alone."""
+    bucket: list[int] = []
+    for i, x in enumerate(xs):
+        if bucket and sum(xs[j].numel() for j in bucket) + x.numel() > BUCKET_VALUES:
+            yield bucket
+            bucket = []
+        bucket.append(i)
+    if bucket:
+        yield bucket

@@ -14,17 +14,15 @@ instead of per layer, and in the owner's re-encoding with 8 bits, where TernGrad
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from shoestring.kernels.comm.block_codes import decode_blocks, encode_blocks, encode_with_error, in_order, sum_blocks
-from shoestring.train.reducers.compressor import At, Compressor, Sum, to_rows
+from shoestring.train.reducers.compressor import At, Compressor, Sum, buckets, to_rows
 from shoestring.train.reducers.rounds import Exchange, ToAll, ToOwners, as_bytes, from_bytes, together
-
-BUCKET_VALUES = 1 << 22  # tensors are joined up to this many values: a joined copy must not cost much memory
 
 
 class Quantizer(Compressor):
@@ -61,8 +59,7 @@ class Quantizer(Compressor):
         return (yield from self._joined([x], [at]))[0]
 
     def exchange_all(self, xs: Sequence[Tensor], ats: Sequence[At]) -> Exchange[list[Sum]]:
-        buckets = list(_buckets(xs))
-        sums = yield from together([self._joined([xs[i] for i in b], [ats[i] for i in b]) for b in buckets])
+        sums = yield from together([self._joined([xs[i] for i in b], [ats[i] for i in b]) for b in buckets(xs)])
         return [one for bucket in sums for one in bucket]
 
     def _joined(self, xs: Sequence[Tensor], ats: Sequence[At]) -> Exchange[list[Sum]]:
@@ -207,15 +204,3 @@ TERNGRAD = BlockCodes("terngrad", 2, block=512, stochastic=True, clip_sigma=2.5)
 
 def _from_rows(rows_RN: Tensor, like: Tensor) -> Tensor:
     return rows_RN.reshape(-1)[: like.numel()].view(like.shape)
-
-
-def _buckets(xs: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Which tensors, one after the other, are joined."""
-    bucket: list[int] = []
-    for i, x in enumerate(xs):
-        if bucket and sum(xs[j].numel() for j in bucket) + x.numel() > BUCKET_VALUES:
-            yield bucket
-            bucket = []
-        bucket.append(i)
-    if bucket:
-        yield bucket
