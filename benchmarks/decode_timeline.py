@@ -67,12 +67,12 @@ CASES: dict[str, tuple[str, ModelSpec, str, str]] = {
 }
 VARIANTS = [
     RowStepPlan(),
-    RowStepPlan(run=2),
-    RowStepPlan(piped=0),
-    RowStepPlan(run=2, piped=0),
+    RowStepPlan(at_once=1),
+    RowStepPlan(early_keys=64),
+    RowStepPlan(long_ahead=4),
+    RowStepPlan(long_ahead=4, early_keys=64),
+    RowStepPlan(splits=32, long_ahead=4),
     RowStepPlan(share_keys=64),
-    RowStepPlan(share_keys=64, short_keys=0),
-    RowStepPlan(watched=1 << 20),
     RowStepPlan(watched=4096),
 ]
 WRONG = 0.08  # relative distance of two steps in bf16, with random weights

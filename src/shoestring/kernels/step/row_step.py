@@ -127,13 +127,15 @@ class RowStepPlan:
     splits: int = 16  # shares of the keys of a request and head, at most
     share_keys: int = 256  # keys that are worth a share
     short_keys: int = 512  # keys up to which a block takes one query head, not all that share a key head
-    early_keys: int = 1  # 1: up to short_keys keys are asked for when the layer begins, too
+    early_keys: int = 512  # keys that a block asks for when the layer begins
+    long_ahead: int = 2  # keys of a thread that it asks for at once, where there are more than short_keys
     spin: int = 0  # nanoseconds between two looks at a word
     dependent: int = 1  # 1: started while the kernel before drains
     cooperative: int = 1  # 1: all blocks are placed at once
     watched: int = 2048  # inputs from which on one warp looks for them before all others do
     run: int = 4  # chunks of a piece of packed weights, at most
-    piped: int = 1  # 1: the next piece is read while this one is multiplied
+    at_once: int = 0  # rows of dense weights that a warp multiplies together; 0: by their width
+    piped: int = 0  # 1: the next piece is read while this one is multiplied
 
     def dense_slice(self, shape: StepShape) -> int:
         if self.slice:
@@ -311,8 +313,10 @@ def row_step_macros(shape: StepShape, plan: RowStepPlan, limits: DeviceLimits, s
         "HEAD_NORM32": int(shape.head_norm_dtype == torch.float32),
         "SHORT_KEYS": plan.short_keys,
         "EARLY_KEYS": plan.early_keys,
+        "LONG_AHEAD": plan.long_ahead,
         "SPIN": plan.spin,
         "WATCHED": plan.watched,
+        "ROWS_AT_ONCE": plan.at_once,
         "STAMPS": int(stamps),
     }
 
