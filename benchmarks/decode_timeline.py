@@ -68,12 +68,12 @@ CASES: dict[str, tuple[str, ModelSpec, str, str]] = {
 VARIANTS = [
     RowStepPlan(),
     RowStepPlan(at_once=1),
-    RowStepPlan(early_keys=64),
-    RowStepPlan(long_ahead=4),
-    RowStepPlan(long_ahead=4, early_keys=64),
-    RowStepPlan(splits=32, long_ahead=4),
     RowStepPlan(share_keys=64),
-    RowStepPlan(watched=4096),
+    RowStepPlan(share_keys=128),
+    RowStepPlan(long_ahead=4),
+    RowStepPlan(early_keys=64),
+    RowStepPlan(watched=2048),
+    RowStepPlan(watched=8192),
 ]
 WRONG = 0.08  # relative distance of two steps in bf16, with random weights
 

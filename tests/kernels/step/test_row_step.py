@@ -64,11 +64,11 @@ def made(
 ) -> tuple[list[StepLayer], list[StepLayer], StepHead, Tensor, ChunkLayout | None]:
     """Dense layers, the layers that the kernel reads, the head, the table, and the layout of chunks. What the
     kernel reads lies in one tensor, and so do keys and values, which the emulation checks."""
-    g = torch.Generator().manual_seed(1)
+    g = torch.Generator(device).manual_seed(1)
     attended, wide = case.heads * case.dim, (case.heads + 2 * case.groups) * case.dim
     shapes = [(wide, case.d_model), (case.d_model, attended), (2 * case.d_ff, case.d_model), (case.d_model, case.d_ff)]
     shapes = shapes * case.num_layers + [(case.vocab, case.d_model)] * (case.vocab > 0)
-    weights = [(torch.randn(s, generator=g) * s[1] ** -0.5).to(device, dtype) for s in shapes]
+    weights = [(torch.randn(s, generator=g, device=device) * s[1] ** -0.5).to(device, dtype) for s in shapes]
     read, layout = list(weights), None
     if case.format:
         format = parse_format(case.format)
@@ -83,21 +83,23 @@ def made(
             weights[n] = layer.effective_weight(dtype)
     grid: tuple[Tensor | None, Tensor | None] = (None, None)
     if case.coded_head:
-        read[-1] = torch.randint(256, shapes[-1], generator=g, dtype=torch.uint8).to(device)
-        scale = (torch.rand(case.vocab, generator=g) * 1e-3).to(device, dtype)
-        grid = scale, torch.randint(100, 150, (case.vocab,), generator=g, dtype=torch.uint8).to(device)
+        read[-1] = torch.randint(256, shapes[-1], generator=g, dtype=torch.uint8, device=device)
+        scale = (torch.rand(case.vocab, generator=g, device=device) * 1e-3).to(dtype)
+        grid = scale, torch.randint(100, 150, (case.vocab,), generator=g, dtype=torch.uint8, device=device)
     flat = torch.cat([t.contiguous().view(torch.uint8).flatten() for t in read])
     starts = [0, *itertools.accumulate(t.nbytes for t in read)]
     read = [flat[i : i + t.nbytes].view(t.dtype).view(t.shape) for i, t in zip(starts, read, strict=False)]
     num_blocks = max(case.positions) // 16 + 1
-    cache = torch.randn(case.num_layers, 2, num_blocks, 16, case.groups, case.dim, generator=g).to(device, dtype)
-    turns = cos_sin_at(torch.arange(num_blocks * 16), torch.rand(case.dim // 2, generator=g)).to(device)
+    cache = torch.randn(case.num_layers, 2, num_blocks, 16, case.groups, case.dim, generator=g, device=device).to(dtype)
+    turns = cos_sin_at(
+        torch.arange(num_blocks * 16, device=device), torch.rand(case.dim // 2, generator=g, device=device)
+    )
 
     def norm(width: int, kind: torch.dtype | None) -> Tensor | None:
-        return None if kind is None else (torch.rand(width, generator=g) + 0.5).to(device, kind)
+        return None if kind is None else (torch.rand(width, generator=g, device=device) + 0.5).to(kind)
 
     def bias(width: int) -> Tensor | None:
-        return torch.randn(width, generator=g).to(device, dtype) if case.bias else None
+        return torch.randn(width, generator=g, device=device).to(dtype) if case.bias else None
 
     dense, mine = [], []
     for n in range(case.num_layers):
@@ -111,7 +113,7 @@ def made(
         dense.append(layer)
         qkv, o, up, down = read[4 * n : 4 * n + 4]
         mine.append(dataclasses.replace(layer, qkv=qkv, o=o, up=up, down=down))
-    table = torch.randperm(num_blocks, generator=g).to(device, torch.int32)[None]
+    table = torch.randperm(num_blocks, generator=g, device=device).to(torch.int32)[None]
     return dense, mine, StepHead(norm(case.d_model, case.norm), read[-1] if case.vocab else None, *grid), table, layout
 
 

@@ -20,13 +20,13 @@
 // A word is written again two layers later. Who writes it then has seen words that depend on all who read it before.
 //
 // Macros: D_MODEL D_FF HEADS GROUPS (key heads) DIM (of a head) VOCAB   PAGE positions to a block of keys   BLOCKS of the
-//   grid   WARPS   SLOTS of a warp's ring, SLOT bytes each   SLICE inputs of a row for a warp, at most   SPLITS shares of
+//   grid   WARPS   SLOTS of a warp's ring, SLOT bytes each   SLICE inputs of a row for a warp, at most (CODED_SLICE: of 8-bit codes)   SPLITS shares of
 //   the keys, at most   SHARE_KEYS keys that are worth a share   SHORT_KEYS up to which a block takes one query head
 //   EARLY_KEYS of a block are asked for when the layer begins   LONG_AHEAD keys that a thread asks for at once, with many keys
 //   HEAD 1: with the head, of dense weights; 2: of 8-bit codes with a scale (HEAD_SCALE16: bf16) and a zero for each row;
 //   0: the residual stream is the result   HEAD_NORM 0 or 1   NORM32, HEAD_NORM32 1: norm weights in fp32
 //   CHUNKED: RUN chunks of a piece   LOG_MODEL, LOG_ATTENDED, LOG_INNER of the warps that share rows of D_MODEL, ATTENDED and
-//   D_FF inputs   PIPED 1: the next piece is read while this one is multiplied
+//   D_FF inputs
 //   ROWS_AT_ONCE of dense weights that a warp multiplies; 0: by their width
 //   WATCHED inputs from which on one warp looks for them first   SPIN nanoseconds between two looks at a word
 //   STAMPS 1: write times
@@ -51,7 +51,7 @@ constexpr int log_slices(int kind) {  // of the number of warps that share a row
     if (kind != Head) return kind == Output ? LOG_ATTENDED : kind == Down ? LOG_INNER : LOG_MODEL;
 #endif
     int log = 0;
-    while (inputs_of(kind) > (coded(kind) ? 1024 : SLICE) << log) log++;
+    while (inputs_of(kind) > (coded(kind) ? CODED_SLICE : SLICE) << log) log++;
     return log;
 }
 // All parts of a step run through the same code, which has to stay in the instruction cache: kinds are numbers at run time.
@@ -474,37 +474,28 @@ INLINE void multiply_chunks(Step& s, const int kind, const uint2* in, const u16*
     const int each = (chunks / run - slice + slices - 1) >> log;  // pieces of a tile
     int tile = s.warp >> log;
     const int all = tile < rows / 16 ? ((rows / 16 - tile - 1) / (WARPS >> log) + 1) * each : 0;
-    int to_take = all;
-    struct Piece { u32 w[run][NW], grid[run][NG][2]; };
-    auto take = [&](Piece& to) {
-        const char* const piece = s.ring + s.stream.await();
-        #pragma unroll
-        for (int n = 0; n < run; n++) {
-            load_words(to.w[n], piece + n * CHUNK, s.lane);
-            #pragma unroll
-            for (int q = 0; q < NG * 2; q++)
-                to.grid[n][q / 2][q % 2] = *(const u32*)(piece + n * CHUNK + CODES + q / 2 * 64 + g * 4 + q % 2 * 32);
-        }
-        __syncwarp();  // all have read the piece
-        s.owed = --to_take == 0;
-        if (!s.owed) s.stream.reuse();
-    };
-    Piece next;
-    if (PIPED && all) take(next);
     float acc[2] = {0.f, 0.f};
     int c0 = slice * run;
     #pragma unroll 1
     for (int left = all; left > 0; left--) {
-        if (!PIPED) take(next);
-        const Piece now = next;
-        u32 x[run][8];
+        u32 x[run][8], w[run][NW], grid[run][NG][2];
         #pragma unroll
         for (int n = 0; n < run * 2; n++) {
             const uint4 v = *(const uint4*)(x_column + (c0 * 2 + n) * X_GROUP);
             u32* const to = x[n / 2] + n % 2 * 4;
             to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
         }
-        if (PIPED && left > 1) take(next);
+        const char* const piece = s.ring + s.stream.await();
+        #pragma unroll
+        for (int n = 0; n < run; n++) {
+            load_words(w[n], piece + n * CHUNK, s.lane);
+            #pragma unroll
+            for (int q = 0; q < NG * 2; q++)
+                grid[n][q / 2][q % 2] = *(const u32*)(piece + n * CHUNK + CODES + q / 2 * 64 + g * 4 + q % 2 * 32);
+        }
+        __syncwarp();  // all have read the piece
+        s.owed = left == 1;
+        if (!s.owed) s.stream.reuse();
         #pragma unroll
         for (int nq = 0; nq < run * NG; nq++) {
             const int n = nq / NG, q = nq % NG;
@@ -512,14 +503,14 @@ INLINE void multiply_chunks(Step& s, const int kind, const uint2* in, const u16*
             #pragma unroll
             for (int i = q * (4 / NG); i < (q + 1) * (4 / NG); i++) {  // 32 inputs
                 u32 a[4];
-                code_bytes(a, now.w[n], i);
+                code_bytes(a, w[n], i);
                 mma_bytes(sum, a, x[n][2 * i], x[n][2 * i + 1]);
             }
             const float2 digit = of[(c0 * NG + nq) * 2];
             #pragma unroll
             for (int h = 0; h < 2; h++) {
-                const float zero = high_half_float(now.grid[n][q][h]) * (h ? BYTE_RS : 1);
-                acc[h] += scale_float(now.grid[n][q][h]) * digit.y * (__int_as_float(sum[2 * h]) - (zero * digit.x + SHIFTED));
+                const float zero = high_half_float(grid[n][q][h]) * (h ? BYTE_RS : 1);
+                acc[h] += scale_float(grid[n][q][h]) * digit.y * (__int_as_float(sum[2 * h]) - (zero * digit.x + SHIFTED));
             }
         }
         if ((c0 += slices * run) < chunks) continue;

@@ -34,7 +34,7 @@ from shoestring.kernels.lowbit.chunk_layout import CHUNK_ROWS, CHUNK_WIDTH, Chun
 from shoestring.kernels.lowbit.lowbit_linear import chunks_usable
 from shoestring.kernels.runtime.nvrtc import SOURCES, Kernel, compile_kernel, cuda_source, pointer
 
-LAYER_WORDS, CODED_SLICE = 16, 1024  # as in the source: words of 8 bytes; inputs of a row of 8-bit codes for a warp
+LAYER_WORDS = 16  # of 8 bytes, as in the source
 STAMPS = ("asked", "input", "multiplied", "written")  # times of a block in each part of a layer
 PARTS = ("q, k, v", "attention", "output", "gate, up", "down")
 
@@ -132,22 +132,27 @@ class RowStepPlan:
     spin: int = 0  # nanoseconds between two looks at a word
     dependent: int = 1  # 1: started while the kernel before drains
     cooperative: int = 1  # 1: all blocks are placed at once
-    watched: int = 2048  # inputs from which on one warp looks for them before all others do
+    watched: int = 4096  # inputs from which on one warp looks for them before all others do
     run: int = 4  # chunks of a piece of packed weights, at most
     at_once: int = 0  # rows of dense weights that a warp multiplies together; 0: by their width
-    piped: int = 0  # 1: the next piece is read while this one is multiplied
 
     def dense_slice(self, shape: StepShape) -> int:
         if self.slice:
             return self.slice
         return 1024 if shape.layout is not None or shape.d_model <= 1024 else 2048
 
+    def coded_slice(self, shape: StepShape) -> int:
+        """Inputs of a row of 8-bit codes for a warp: a piece as long as those of the layers, if they are packed."""
+        if shape.layout is None:
+            return 1024
+        return next((n for n in (4096, 2048) if n <= shape.layout.chunk_bytes * self.chunk_run(shape)), 1024)
+
     def slices(self, shape: StepShape, width: int, head: bool = False) -> int:
         """Warps that share a row, or the 16 rows of a chunk."""
         if shape.layout is not None and not head:
             return self.chunk_slices(width, self.chunk_run(shape))
         num = 1
-        while width > num * (CODED_SLICE if head and shape.head_scale else self.dense_slice(shape)):
+        while width > num * (self.coded_slice(shape) if head and shape.head_scale else self.dense_slice(shape)):
             num *= 2
         return num
 
@@ -285,7 +290,6 @@ def row_step_macros(shape: StepShape, plan: RowStepPlan, limits: DeviceLimits, s
         chunked = {
             **shape.layout.macros(shape.dtype),
             "RUN": plan.chunk_run(shape),
-            "PIPED": plan.piped,
             **dict(zip(("LOG_MODEL", "LOG_ATTENDED", "LOG_INNER"), logs, strict=True)),
         }
     return {
@@ -306,6 +310,7 @@ def row_step_macros(shape: StepShape, plan: RowStepPlan, limits: DeviceLimits, s
         "SLOTS": plan.slots(shape, limits),
         "SLOT": plan.slot_bytes(shape),
         "SLICE": plan.dense_slice(shape),
+        "CODED_SLICE": plan.coded_slice(shape),
         "SPLITS": min(plan.splits, limits.num_sms // shape.num_groups),
         "SHARE_KEYS": plan.share_keys,
         "NORM32": int(shape.norm_dtype == torch.float32),
