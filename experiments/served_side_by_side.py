@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.results import markdown, newest, provenance
-from experiments.lowbit_tables import SMOLLM2, best_settings
+from experiments.lowbit_tables import SMOLLM2, TODAY, WEIGHED, best_settings
 from experiments.prune24 import grouped
 
 
@@ -39,8 +39,8 @@ def table() -> str:
         pruned_row("2:4, SparseGPT", "sparsegpt", "2:4"),
         pruned_row("2:4, AST", "ast", "2:4"),
         pruned_row("2:4, AST + SLoRB", "ast+slorb", ""),
-        lowbit_row("int4, AWQ (16,384 calibration tokens)", "awq"),
-        lowbit_row("int4, GPTQ + clip (16,384 calibration tokens)", "gptq+clip"),
+        lowbit_row("int4, `shrink/ptq` (16,384 tokens of its own text)", TODAY),
+        lowbit_row("int4, the same (16,384 tokens of WikiText-2)", WEIGHED),
         lowbit_row("int4, lowbit_best", "ours"),
     ]
     header = ["weights", "bits/weight", "perplexity", "training tokens", "decoding, 1 request", "16 requests"]
