@@ -8,8 +8,8 @@ As many clients as the server computes texts ask one request after the other, ea
 the stream. Tokens per second are those of all texts, over the time from the first request to the last answer. `engine`
 is `Engine.generate` of the same prompts in this process: what HTTP, JSON, detokenizing and events leave of it is the
 ratio of the server's line. Clients run in processes of their own and speak HTTP/1.1 over plain sockets, so that they
-are not what is measured. Weights are random, texts run to their full length. All three start at the same time. They are
-measured one after the other, once all are up.
+are not what is measured. Weights are random, texts run to their full length. The three are measured one after the
+other, once all are up.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ from shoestring.serve import Engine, Sampling
 BENCH = "serve_saturation"
 SHAPES = {"1b": ModelSpec(8192, 2048, 16, 32, 8, 64, 8192, 4096), "tiny": ModelSpec(1024, 64, 2, 4, 2, 16, 128, 1024)}
 CLIENTS = 8  # processes
+PEER_BLOCK = 32  # positions
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 def main() -> None:
@@ -82,14 +84,18 @@ def main() -> None:
         command = [sys.executable, "-m", "shoestring", "serve", str(folder), "--max-context", str(context)]
         command += ["--max-requests", str(args.requests)] if args.requests else []
         ours = stack.enter_context(server([*command, "--device", str(device)], Path(f"{folder}.log")))
+        num = args.requests or int(json.loads(ours.ready("/stats", left()))["max_running"])
         peer = None
         if not args.no_peer:
             command = [sys.executable, "-m", "transformers.cli.transformers", "serve", str(folder)]
             command += ["--continuous-batching", "--device", str(device)]
             command += ["--dtype", "bfloat16" if dtype == torch.bfloat16 else "float32"]
-            command += ["--cb-max-memory-percent", "0.4"] if device.type == "cuda" else []
+            # Room for as many texts as ours has. By default the peer takes most of the memory, and with sdpa (flash
+            # attention is a package of its own) each of its steps has a mask over all of that.
+            blocks = num * -(-context // PEER_BLOCK)
+            command += ["--cb-block-size", str(PEER_BLOCK), "--cb-num-blocks", str(blocks)]
+            command += ["--cb-max-batch-tokens", "512"]
             peer = stack.enter_context(server(command, Path(f"{folder}.peer.log")))
-        num = args.requests or int(json.loads(ours.ready("/stats", left()))["max_running"])
         ours.ready("/health", left())
         say(f"shoestring serve is ready, {num} texts at the same time")
         sizes: dict[str, Any] = {"prompt_tokens": args.prompt_tokens, "new_tokens": args.new_tokens}
@@ -261,13 +267,20 @@ async def client(load: dict[str, Any]) -> None:
     end = time.time() + load["seconds"]
 
     async def talk() -> None:
+        line: Connection | None = None  # kept from one request to the next, as OpenAI's client does
         while time.time() < end and len(errors) < 20:
             try:
                 async with asyncio.timeout(load.get("timeout")):
-                    answers.append(await ask(host, int(port), body_for(draw, load)))
+                    line = line or await asyncio.open_connection(host, int(port), limit=1 << 20)
+                    answers.append(await ask(*line, host, body_for(draw, load)))
             except (OSError, ValueError, asyncio.IncompleteReadError) as error:
                 errors.append(f"{type(error).__name__}: {error}"[:300])
+                if line is not None:
+                    line[1].close()
+                line = None
                 await asyncio.sleep(0.2)
+        if line is not None:
+            line[1].close()
 
     await asyncio.gather(*(talk() for _ in range(load["num"])))
     print(json.dumps({"answers": answers, "failed": len(errors), "error": errors[0] if errors else ""}))
@@ -289,32 +302,31 @@ def body_for(draw: random.Random, load: dict[str, Any]) -> bytes:
     return json.dumps(body).encode()
 
 
-async def ask(host: str, port: int, body: bytes) -> tuple[float, float, float, int]:
-    reader, writer = await asyncio.open_connection(host, port, limit=1 << 20)
-    try:
-        began = time.time()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: application/json\r\n"
-        writer.write(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
-        status = (await reader.readline()).decode()
-        if " 200 " not in status:
-            rest = await reader.read(400)
-            raise ValueError(f"{status.strip()} {rest[-200:]!r}")
-        first, pieces, tokens = 0.0, 0, 0
-        while line := await reader.readline():
-            if not line.startswith(b"data: {"):
-                if line.startswith(b"data: [DONE]"):
-                    break
-                continue
-            if b'"usage":{' in line:
-                tokens = json.loads(line[6:])["usage"]["completion_tokens"]
-            elif b'"choices"' in line:
-                pieces += 1
-                first = first or time.time()
-        if not first:
-            raise ValueError("the stream had no text")
-        return began, first, time.time(), tokens or pieces
-    finally:
-        writer.close()
+async def ask(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, host: str, body: bytes
+) -> tuple[float, float, float, int]:
+    began = time.time()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+    writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    status = (await reader.readline()).decode()
+    if " 200 " not in status:
+        rest = await reader.read(400)
+        raise ValueError(f"{status.strip()} {rest[-200:]!r}")
+    first, pieces, tokens = 0.0, 0, 0
+    while (line := await reader.readline()) != b"0\r\n":  # the last chunk
+        if not line:
+            raise ValueError("the connection was closed within the answer")
+        if not line.startswith(b"data: {"):
+            continue
+        if b'"usage":{' in line:
+            tokens = json.loads(line[6:])["usage"]["completion_tokens"]
+        elif b'"choices"' in line:
+            pieces += 1
+            first = first or time.time()
+    await reader.readline()
+    if not first:
+        raise ValueError("the stream had no text")
+    return began, first, time.time(), tokens or pieces
 
 
 def table() -> str:

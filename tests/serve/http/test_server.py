@@ -265,7 +265,7 @@ def test_unread_text_is_merged_not_piled_up() -> None:
 
 
 def test_readers_are_woken_in_rounds_and_the_loop_rests_between_them() -> None:
-    """A round that takes 10 ms is followed by 30 ms of rest; what comes meanwhile is one delta of the next round."""
+    """A round that takes 10 ms is followed by 50 ms of rest; what comes meanwhile is one delta of the next round."""
 
     async def read() -> tuple[list[str], list[float]]:
         loop = asyncio.get_running_loop()
@@ -294,7 +294,7 @@ def test_readers_are_woken_in_rounds_and_the_loop_rests_between_them() -> None:
     texts, times = asyncio.run(read())
     assert "".join(texts) == "0123456789" * 4 and len(texts) <= 10
     gaps = [b - a for a, b in itertools.pairwise(times)]
-    assert min(gaps) >= 0.035 and sorted(gaps)[len(gaps) // 2] < 0.2
+    assert min(gaps) >= 0.055 and sorted(gaps)[len(gaps) // 2] < 0.2
 
 
 def test_a_few_streams_get_every_token_by_itself() -> None:

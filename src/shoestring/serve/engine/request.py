@@ -164,6 +164,11 @@ class Output:
     finish_reason: FinishReason | None
     num_accepted: int = 0
 
+    @property
+    def drafted(self) -> tuple[bool, ...]:
+        """For each token, whether it was an accepted draft."""
+        return (True,) * self.num_accepted + (False,) * (len(self.token_ids) - self.num_accepted)
+
 
 @dataclass(frozen=True)
 class Completion:

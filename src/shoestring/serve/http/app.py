@@ -70,7 +70,7 @@ from shoestring.serve.http.request_schema import (
     read_json,
     validated,
 )
-from shoestring.serve.http.request_workers import LIGHT_BYTES, RETRY_S, Lane, RequestWorkers
+from shoestring.serve.http.request_workers import LIGHT_BYTES, MAX_JOBS, RETRY_S, Lane, RequestWorkers
 from shoestring.serve.http.responses import CompletionResponse, embedding_response, written
 from shoestring.serve.http.responses_api import ResponseObject, ResponsesBody
 from shoestring.serve.http.tool_calls import detect_format, format_named
@@ -86,6 +86,7 @@ LATE_S = 2.0  # the engine ends requests at their deadline, between two steps; t
 CLIENT_LEFT = 499  # nginx's code; only in the log
 DRAINED_BODIES = 8  # a body this many times too large is still read to its end, so that the 413 arrives
 MAX_BODIES_BYTES = 256 << 20  # of all bodies that are being read or wait; where one may be larger, two of them
+READ_INLINE = 2048  # bytes of a body: fractions of a millisecond
 RENDERED_INLINE = 4096  # tokens and log-probabilities; more are written on a worker thread
 PAGE_POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:"
 
@@ -123,7 +124,9 @@ class Api:
         self.created = int(time.time())
         self._token_bytes = tokenizer.token_bytes
         self._watchers: set[asyncio.Task[None]] = set()
-        self.workers = RequestWorkers(min(settings.max_wait_s, settings.deadline_s))
+        # One client may hold a quarter of it: as many requests as it may have texts.
+        max_jobs = max(MAX_JOBS, 4 * engine_thread.max_texts)
+        self.workers = RequestWorkers(min(settings.max_wait_s, settings.deadline_s), max_jobs)
         self._bodies_bytes = 0
 
     def app(self) -> FastAPI:
@@ -146,7 +149,10 @@ class Api:
             ("GET", "/web/{name}", self.page_part),
         ]
         for method, path, handler in routes:
-            app.add_api_route(path, handler, methods=[method], response_model=None)
+            if method == "POST":  # they read their bodies themselves: nothing here needs FastAPI's own route
+                app.add_route(path, handler, methods=[method])
+            else:
+                app.add_api_route(path, handler, methods=[method], response_model=None)
         app.add_exception_handler(ApiError, _error_response)
         app.add_exception_handler(HTTPException, _http_error_response)
         app.add_middleware(RequestMiddleware, settings=self.settings)
@@ -164,9 +170,9 @@ class Api:
         """Continue one or several prompts."""
         self._check_writes()
         async with self._body(request) as content:
-            body = await self._work(request, len(content), lambda: CompletionBody.parse(read_json(content)))
+            body = await self._read(request, len(content), lambda: CompletionBody.parse(read_json(content)))
             self._check_model(body.model)
-            parsed = await self._work(
+            parsed = await self._read(
                 request, len(content), lambda: parse_completion(body, self.tokenizer, self.limits)
             )
         return await self._respond(request, parsed)
@@ -175,7 +181,7 @@ class Api:
         """Answer a chat; the model needs a chat template."""
         self._check_writes()
         async with self._body(request) as content:
-            body = await self._work(request, len(content), lambda: ChatBody.parse(read_json(content)))
+            body = await self._read(request, len(content), lambda: ChatBody.parse(read_json(content)))
             parsed = await self._parse_chat(request, len(content), body)
         return await self._respond(request, parsed)
 
@@ -188,7 +194,7 @@ class Api:
             return body, body.as_chat()
 
         async with self._body(request) as content:
-            body, chat = await self._work(request, len(content), read)
+            body, chat = await self._read(request, len(content), read)
             parsed = await self._parse_chat(request, len(content), chat)
         return await self._respond(request, parsed, body)
 
@@ -462,6 +468,10 @@ class Api:
         return _file(name, {})
 
     # -- reading --------------------------------------------------------------------------------------------
+    async def _read(self, request: Request, size: int, work: Callable[[], T]) -> T:
+        """`work()` on a worker thread, or here where it is so small that a thread costs more."""
+        return work() if size <= READ_INLINE else await self._work(request, size, work)
+
     async def _work(self, request: Request, size: int, work: Callable[[], T], lane: Lane | None = None) -> T:
         """`work()` on a worker thread; `size` is what it is about, in bytes. Not begun if the client leaves."""
         lane = lane or ("light" if size <= LIGHT_BYTES else "heavy")

@@ -133,9 +133,11 @@ class LimitedConnection(H11Protocol):
 
 
 class _Http(h11.Connection):
-    """Refuses a body of too many tiny chunks; writes the chunks of a stream without h11's checks of each."""
+    """Refuses a body of too many tiny chunks. The header of a response is written with the first part of its body, and
+    the chunks of a stream without h11's checks of each."""
 
     _num_small = 0
+    _header = b""  # not written yet
     _chunked = False  # the response that is being sent
 
     def next_event(self) -> Any:
@@ -149,11 +151,13 @@ class _Http(h11.Connection):
         return event
 
     def send(self, event: Any) -> bytes | None:
-        if self._chunked and isinstance(event, h11.Data):
-            return b"%x\r\n%b\r\n" % (len(event.data), event.data) if event.data else b""
-        written = super().send(event)
         if isinstance(event, h11.Response):
-            self._chunked = b"\r\ntransfer-encoding: chunked\r\n" in (written or b"").lower()
-        else:
-            self._chunked = False
-        return written
+            self._header = super().send(event) or b""
+            self._chunked = b"\r\ntransfer-encoding: chunked\r\n" in self._header.lower()
+            return b""
+        header, self._header = self._header, b""
+        if self._chunked and isinstance(event, h11.Data):
+            return header + (b"%x\r\n%b\r\n" % (len(event.data), event.data) if event.data else b"")
+        self._chunked = False
+        written = super().send(event)
+        return header + written if written else header or written

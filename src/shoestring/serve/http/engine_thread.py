@@ -80,26 +80,33 @@ class ChoiceDelta(NamedTuple):  # made for every token: a frozen dataclass takes
         return 1 + len(self.token_ids) + sum(1 + len(entry.top) for entry in scored)
 
 
-def merged(deltas: Sequence[ChoiceDelta]) -> ChoiceDelta:
-    """Consecutive deltas of one choice as one."""
-    if len(deltas) == 1:
-        return deltas[0]
-    return ChoiceDelta(
-        "".join(d.text for d in deltas),
-        tuple(chain.from_iterable(d.token_ids for d in deltas)),
-        tuple(chain.from_iterable(d.logprobs for d in deltas)),
-        next((d.prompt_logprobs for d in reversed(deltas) if d.prompt_logprobs is not None), None),
-        next((d.finish_reason for d in reversed(deltas) if d.finish_reason), None),
-        max(d.num_cached for d in deltas),
-        next((d.error for d in reversed(deltas) if d.error), None),
-        tuple(chain.from_iterable(d.drafted for d in deltas)),
-        next((d.vectors_ND for d in deltas if d.vectors_ND is not None), None),
-        next((d.versions for d in reversed(deltas) if d.versions), ()),
+def merged(parts: Sequence[ChoiceDelta | Output]) -> ChoiceDelta:
+    """Consecutive parts of one choice as one."""
+    if len(parts) == 1 and isinstance(parts[0], ChoiceDelta):
+        return parts[0]
+    deltas = [part for part in parts if isinstance(part, ChoiceDelta)]
+    outputs = [part for part in parts if isinstance(part, Output)]
+    found = ChoiceDelta(
+        "".join([part.text for part in parts]),
+        tuple(chain.from_iterable([part.token_ids for part in parts])),
+        num_cached=outputs[-1].request.num_cached if outputs else 0,
+        drafted=tuple(chain.from_iterable([part.drafted for part in parts])),
+    )
+    if not deltas:
+        return found
+    return found._replace(
+        logprobs=tuple(chain.from_iterable(d.logprobs for d in deltas)),
+        prompt_logprobs=next((d.prompt_logprobs for d in reversed(deltas) if d.prompt_logprobs is not None), None),
+        finish_reason=next((d.finish_reason for d in reversed(deltas) if d.finish_reason), None),
+        num_cached=max(found.num_cached, *(d.num_cached for d in deltas)),
+        error=next((d.error for d in reversed(deltas) if d.error), None),
+        vectors_ND=next((d.vectors_ND for d in deltas if d.vectors_ND is not None), None),
+        versions=next((d.versions for d in reversed(deltas) if d.versions), ()),
     )
 
 
 TAKE_SIZE = 4096  # entries that a reader gets at once, beside the first delta
-REST = 3.0  # the event loop writes for a quarter of the time at most
+REST = 10.0  # the event loop writes for a tenth of the time; it holds up the engine meanwhile
 MOST_REST_S = 0.05  # a reader may notice more
 SWITCH_S = 0.0005  # Python's own 5 ms are longer than a step: so long would each thread wait for the other
 
@@ -111,7 +118,7 @@ class OutputCollector:
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
         self._filled = asyncio.Event()
-        self._unread: deque[tuple[int, ChoiceDelta]] = deque()
+        self._unread: deque[tuple[int, ChoiceDelta | Output]] = deque()
         self._closed = self._reminded = False
 
     def put(self, index: int, delta: ChoiceDelta) -> None:
@@ -119,9 +126,10 @@ class OutputCollector:
         self.store(index, delta)
         self._wake()
 
-    def store(self, index: int, delta: ChoiceDelta) -> None:
-        """Without waking the reader: `fill` does."""
-        self._unread.append((index, delta))
+    def store(self, index: int, part: ChoiceDelta | Output) -> None:
+        """Without waking the reader: `fill` does. A part may be what the engine gave: it is made a delta when it is
+        taken, with all that have come by then."""
+        self._unread.append((index, part))
 
     def fill(self) -> None:
         """Wake the reader; on its event loop."""
@@ -144,19 +152,19 @@ class OutputCollector:
             self._filled.clear()
             await self._filled.wait()
         self._reminded = False
-        taken: dict[int, list[ChoiceDelta]] = {}
+        taken: dict[int, list[ChoiceDelta | Output]] = {}
         size = 0
         while self._unread and size < TAKE_SIZE:
-            index, delta = self._unread.popleft()
-            taken.setdefault(index, []).append(delta)
-            size += delta.size
+            index, part = self._unread.popleft()
+            taken.setdefault(index, []).append(part)
+            size += part.size if isinstance(part, ChoiceDelta) else 1 + len(part.token_ids)
         if not self._unread:
             self._filled.clear()
         if self._closed:
             return None
         if size >= TAKE_SIZE:
             await asyncio.sleep(0)  # other clients' turn
-        return {index: merged(deltas) for index, deltas in taken.items()}
+        return {index: merged(parts) for index, parts in taken.items()}
 
     def _wake(self) -> None:
         with suppress(RuntimeError):  # the event loop has ended, and with it the reader
@@ -307,10 +315,11 @@ class EngineThread:
         self._scored: PendingChoice | None = None  # its prompt is being scored
         self._stopping = False
         self._line: WaitingLine[PendingChoice] = WaitingLine()
-        self._outputs: list[tuple[PendingChoice, ChoiceDelta]] = []
+        self._outputs: list[tuple[PendingChoice, ChoiceDelta | Output]] = []
         self._deliveries: WeakKeyDictionary[asyncio.AbstractEventLoop, Delivery] = WeakKeyDictionary()
-        self._lock = threading.Lock()  # guards _open and _closed
+        self._lock = threading.Lock()  # guards _open, _num_open_of and _closed
         self._open: set[PendingChoice] = set()  # submitted and not done
+        self._num_open_of: Counter[str] = Counter()  # by client
         self._step_began: float | None = None  # None: waits for something to do
         self._closed: ApiError | None = None
         self._seconds_per_choice = 1.0  # moving average, for Retry-After
@@ -357,7 +366,7 @@ class EngineThread:
                     400,
                     f"this request asks for {len(choices)} texts at once; the server takes at most {self.max_texts}",
                 )
-            own = sum(choice.client == choices[0].client for choice in self._open)
+            own = self._num_open_of[choices[0].client]
             full = None
             if self.num_open + len(choices) > room:
                 full = f"the queue is full ({self.num_open} texts, at most {room})"
@@ -373,6 +382,7 @@ class EngineThread:
                     headers={"Retry-After": str(min(60, max(1, math.ceil(wait))))},
                 )
             self._open.update(choices)
+            self._num_open_of[choices[0].client] += len(choices)
         self._inbox.put(("add", list(choices), None))
 
     def announce_weights(self, step: int) -> None:
@@ -639,17 +649,19 @@ class EngineThread:
             if reason == "error":
                 self._fail(choice, _engine_error(output.request.error))
                 continue
-            num, num_accepted = len(output.token_ids), output.num_accepted
+            num = len(output.token_ids)
+            part: ChoiceDelta | Output = output
             logprobs = choice.sampling.history.logprobs
-            delta = ChoiceDelta(
-                output.text,
-                tuple(output.token_ids),
-                tuple(logprobs[choice.num_sent : choice.num_sent + num]) if logprobs else (),
-                finish_reason=reason,
-                num_cached=output.request.num_cached,
-                drafted=(True,) * num_accepted + (False,) * (num - num_accepted),
-                versions=() if reason is None or self.engine.version is None else _named(output.request),
-            )
+            if logprobs or reason is not None:
+                part = ChoiceDelta(
+                    output.text,
+                    tuple(output.token_ids),
+                    tuple(logprobs[choice.num_sent : choice.num_sent + num]),
+                    finish_reason=reason,
+                    num_cached=output.request.num_cached,
+                    drafted=output.drafted,
+                    versions=() if reason is None or self.engine.version is None else _named(output.request),
+                )
             choice.num_sent += num
             num_tokens += num
             if num and choice.first_token is None:
@@ -657,7 +669,7 @@ class EngineThread:
             elif num:
                 gaps[(now - choice.last_token) / num] += num
                 choice.last_token = now
-            self._emit(choice, delta)
+            self._outputs.append((choice, part))
             if reason is not None:
                 self._close_choice(choice, reason)
         if num_tokens:
@@ -711,7 +723,11 @@ class EngineThread:
         if choice.request is not None:
             self._choices.pop(choice.request.id, None)
         with self._lock:
-            self._open.discard(choice)
+            if choice in self._open:
+                self._open.remove(choice)
+                self._num_open_of[choice.client] -= 1
+                if not self._num_open_of[choice.client]:
+                    del self._num_open_of[choice.client]
         self._seconds_per_choice += 0.1 * (now - (choice.started or now) - self._seconds_per_choice)
         self.metrics.count_finished(reason)
         self.metrics.text_length.observe(choice.num_sent)
@@ -760,10 +776,11 @@ class EngineThread:
         self.metrics.num_waiting.set(self.snapshot.num_waiting)
         self.metrics.kv_usage.set(self.snapshot.kv_usage)
         outputs, self._outputs = self._outputs, []
-        by_loop: dict[asyncio.AbstractEventLoop, dict[OutputCollector, None]] = {}
-        for choice, delta in outputs:
-            choice.collector.store(choice.index, delta)
-            by_loop.setdefault(choice.collector.loop, {})[choice.collector] = None
+        by_loop: dict[asyncio.AbstractEventLoop, list[OutputCollector]] = {}
+        for choice, part in outputs:
+            collector = choice.collector
+            collector.store(choice.index, part)
+            by_loop.setdefault(collector.loop, []).append(collector)
         for loop, collectors in by_loop.items():
             if loop not in self._deliveries:
                 self._deliveries[loop] = Delivery(loop)

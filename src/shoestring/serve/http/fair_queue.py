@@ -40,21 +40,27 @@ class FairQueue(Generic[T]):
     def __init__(self, max_jobs: int, max_bytes: int) -> None:
         self.max_jobs, self.max_bytes = max_jobs, max_bytes
         self._clients: dict[str, list[Ticket[T]]] = {}  # a heap each; the first client is next
-        self._num_arrived = 0
+        self._bytes: dict[str, int] = {}  # of each
+        self._num_waiting = self._num_arrived = 0
 
     def __len__(self) -> int:
-        return sum(map(len, self._clients.values()))
+        return self._num_waiting
 
     def put(self, client: str, size: int, item: T) -> Ticket[T]:
-        heap = self._clients.get(client, [])
-        waiting = [ticket for tickets in self._clients.values() for ticket in tickets]
-        if heap and not _fits(heap, size, self.max_jobs // CLIENT_SHARE, self.max_bytes // CLIENT_SHARE):
+        heap = self._clients.get(client)
+        if heap is not None and (
+            len(heap) >= self.max_jobs // CLIENT_SHARE or self._bytes[client] + size > self.max_bytes // CLIENT_SHARE
+        ):
             raise FairQueueFull(of_client=True)
-        if waiting and not _fits(waiting, size, self.max_jobs, self.max_bytes):
+        if self._num_waiting and (
+            self._num_waiting >= self.max_jobs or sum(self._bytes.values()) + size > self.max_bytes
+        ):
             raise FairQueueFull(of_client=False)
         self._num_arrived += 1
+        self._num_waiting += 1
         ticket = Ticket(client, size, self._num_arrived, item)
         heapq.heappush(self._clients.setdefault(client, []), ticket)
+        self._bytes[client] = self._bytes.get(client, 0) + size
         return ticket
 
     def pop(self) -> Ticket[T]:
@@ -62,8 +68,7 @@ class FairQueue(Generic[T]):
         client = next(iter(self._clients))
         heap = self._clients.pop(client)
         ticket = heapq.heappop(heap)
-        if heap:
-            self._clients[client] = heap
+        self._keep(client, heap, ticket)
         return ticket
 
     def remove(self, ticket: Ticket[T]) -> bool:
@@ -73,12 +78,15 @@ class FairQueue(Generic[T]):
         if len(kept) == len(heap):
             return False
         heapq.heapify(kept)
-        if kept:
-            self._clients[ticket.client] = kept
-        else:
-            del self._clients[ticket.client]
+        self._keep(ticket.client, kept, ticket)
         return True
 
-
-def _fits(waiting: list[Ticket[T]], size: int, max_jobs: int, max_bytes: int) -> bool:
-    return len(waiting) < max_jobs and sum(t.size for t in waiting) + size <= max_bytes
+    def _keep(self, client: str, heap: list[Ticket[T]], gone: Ticket[T]) -> None:
+        """What is left of a client without `gone`."""
+        self._num_waiting -= 1
+        if heap:
+            self._clients[client] = heap
+            self._bytes[client] -= gone.size
+        else:
+            self._clients.pop(client, None)
+            del self._bytes[client]

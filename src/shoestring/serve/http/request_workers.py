@@ -3,7 +3,7 @@ compiling grammars, writing large responses.
 
 There is one thread per lane, so that a long job delays only jobs of its own kind:
 
-    light      small bodies: at most LIGHT_BYTES, milliseconds each
+    light      small bodies: at most LIGHT_BYTES, milliseconds each; the smallest are read on the event loop (app.py)
     heavy      larger bodies and texts: up to seconds each; the tokenizer releases the GIL meanwhile
     grammar    compiling JSON schemas
     render     writing responses with many log-probabilities
@@ -45,6 +45,7 @@ class _Job:
     work: Callable[[], Any]
     loop: asyncio.AbstractEventLoop
     future: asyncio.Future[Any]
+    begun: bool = False
 
     def finish(self, result: Any, error: BaseException | None) -> None:
         if self.future.done():  # given up, or its client has left
@@ -86,7 +87,8 @@ class RequestWorkers:
             return await job.future  # type: ignore[no-any-return]
         finally:
             give_up.cancel()
-            thread.remove(ticket)
+            if not job.begun:
+                thread.remove(ticket)
 
     def stop(self) -> None:
         for thread in self._lanes.values():
@@ -132,6 +134,7 @@ class _LaneThread:
                 if self._stopped:
                     return
                 job = self._queue.pop().item
+                job.begun = True
             result, error, began = None, None, time.monotonic()
             try:
                 result = job.work()
