@@ -330,10 +330,10 @@ def table() -> str:
         cells = [told.get((name, path, True)) for path in paths] + [told.get((name, path, False)) for path in ON_GPU]
         values = [None if line is None else line["value"] for line in cells]
         values.append(told[name, "prefill", True]["baseline_value"])
-        shown = ["" if value is None else f"{value:.0e}" for value in values]
+        texts = ["" if value is None else f"{value:.0e}" for value in values]
         other = cells[-1]["quality"].get("rows_with_other_experts") if cells[-1] else None
-        shown.insert(-1, "" if other is None else f"{other:.1%}")
-        rows.append([ARCHITECTURES[name].title, *shown])
+        texts.insert(-1, "" if other is None else f"{other:.1%}")
+        rows.append([ARCHITECTURES[name].title, *texts])
     on_gpu = [f"{path}, GPU" for path in ON_GPU]
     header = ["", *paths, *on_gpu, "its rows with other experts than fp32", "`transformers`, sdpa against eager"]
     shown = [n for n in lines if "CPU" in n["device"] or n["config"]["path"] in ON_GPU]

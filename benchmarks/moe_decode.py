@@ -8,16 +8,17 @@ random weights, so rows choose their experts almost evenly. Two measurements:
 
     experts_us           one layer's norm, router, choice, products and sum, in a CUDA graph over all layers, whose
                          weights do not fit in the cache. The bound is the bytes of the chosen experts at the speed of a
-                         device-to-device copy of the same run.
+                         device-to-device copy of the same run. Codes are random bytes.
     decode_tokens_per_s  whole steps of the engine, greedy, 128 tokens in, 256 out. The bound counts the chosen experts,
                          every other weight but the embedding, and keys and values.
 
-Nothing is recorded unless the grouped products agree with the model's own forward.
+Nothing is recorded unless the grouped products of a smaller mixture agree with the model's own forward.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
 import itertools
 import statistics
@@ -31,16 +32,20 @@ from torch import Tensor
 from benchmarks.decode import NEW, PROMPT, attempt, build, copy_bandwidth, decode_ours, prompts, timed
 from benchmarks.results import markdown, newest, provenance, record
 from shoestring.errors import as_command
+from shoestring.formats import parse_format
 from shoestring.kernels.experts.route import choose_experts
 from shoestring.kernels.gemv.add_norm import add_norm_
-from shoestring.model import Decoder, ModelSpec
+from shoestring.kernels.lowbit.chunk_layout import CHUNK_ROWS, CHUNK_WIDTH, ChunkLayout
+from shoestring.model import ModelSpec
 from shoestring.model.spec import Experts
 from shoestring.model.transformer import MixtureOfExperts
 from shoestring.serve.engine.fused_decoder import unusable
 from shoestring.serve.engine.fused_experts import FusedExperts
+from shoestring.serve.engine.merged_linear import MergedLinear
 
 BENCH = "moe_decode"
 EXPERTS = Experts(num=128, top_k=8, d_ff=768)
+D_MODEL = 2048
 FORMATS = ("bf16", "int4:g128", "int3:g128", "int2:g64")
 ROWS = (1, 4, 16)
 REPLAYS = 20
@@ -48,21 +53,47 @@ REPLAYS = 20
 
 def qwen3_30b(layers: int) -> ModelSpec:
     return ModelSpec(
-        vocab_size=151936, d_model=2048, num_layers=layers, num_heads=32, num_kv_heads=4, head_dim=128, d_ff=6144,
+        vocab_size=151936, d_model=D_MODEL, num_layers=layers, num_heads=32, num_kv_heads=4, head_dim=128, d_ff=6144,
         max_positions=4096, rope_theta=1e6, qk_norm=True, tied=False, experts=EXPERTS,
     )  # fmt: skip
 
 
-def mixtures(model: Decoder) -> list[MixtureOfExperts]:
-    return [m for m in model.modules() if isinstance(m, MixtureOfExperts)]
+def random_linear(format: str, num_out: int, width: int) -> MergedLinear:
+    """All experts' weights of one kind, about as large as trained ones."""
+    if format == "bf16":
+        weight = torch.empty(EXPERTS.num * num_out, width, device="cuda", dtype=torch.bfloat16).normal_(0, 0.02)
+        return MergedLinear(weight=weight)
+    stored = parse_format(format)
+    layout: ChunkLayout = stored.layout(width)  # type: ignore[attr-defined]
+    tiles = EXPERTS.num * num_out // CHUNK_ROWS
+    chunks = torch.randint(0, 256, (tiles, width // CHUNK_WIDTH, layout.chunk_bytes), dtype=torch.uint8, device="cuda")
+    scale = torch.tensor(0.08 / (1 << layout.bits), dtype=torch.bfloat16 if layout.bf16_scale else torch.float16)
+    grid = torch.tensor([scale.view(torch.int16).item(), 1 << layout.bits - 1], dtype=torch.int16, device="cuda")
+    grid_bytes = layout.chunk_bytes - layout.code_bytes
+    chunks[..., layout.code_bytes :] = grid.view(torch.uint8).repeat(grid_bytes // 4)
+    return MergedLinear(format=stored, parts={"chunks": chunks})
 
 
-def bytes_of_expert(mlp: MixtureOfExperts) -> int:
-    return sum(t.nbytes for t in (*mlp.experts[0].parameters(), *mlp.experts[0].buffers()))
+def random_experts(format: str) -> FusedExperts:
+    router = torch.empty(EXPERTS.num, D_MODEL, device="cuda", dtype=torch.bfloat16).normal_(0, 0.02)
+    up = random_linear(format, 2 * EXPERTS.d_ff, D_MODEL)
+    down = random_linear(format, D_MODEL, EXPERTS.d_ff)
+    return FusedExperts(EXPERTS.top_k, True, EXPERTS.d_ff, router, up, down, None)
 
 
-def num_chosen(mlp: MixtureOfExperts, normed_RD: Tensor) -> int:
-    return len(choose_experts(mlp.router(normed_RD), mlp.top_k, mlp.renormalize)[1].unique())
+def bytes_of_expert(experts: FusedExperts) -> int:
+    weights = [w.weight if w.parts is None else w.parts["chunks"] for w in (experts.up, experts.down)]
+    return sum(w.nbytes for w in weights if w is not None) // EXPERTS.num
+
+
+def num_chosen(experts: FusedExperts, normed_RD: Tensor) -> int:
+    return len(choose_experts(experts.logits(normed_RD), experts.top_k, experts.renormalize)[1].unique())
+
+
+def small_mixture(format: str) -> MixtureOfExperts:
+    """Of 16 experts, packed as a model's are."""
+    spec = dataclasses.replace(qwen3_30b(1), vocab_size=256, experts=dataclasses.replace(EXPERTS, num=16))
+    return next(m for m in build(spec, format).modules() if isinstance(m, MixtureOfExperts))
 
 
 @torch.no_grad()
@@ -78,7 +109,7 @@ def check(mlp: MixtureOfExperts, fused: FusedExperts) -> float:
         worst = max(worst, (((got - x).float() - want).norm() / want.norm()).item())
 
     for rows in (1, 3, 16, 40, 200):
-        x, normed = torch.randn(2, rows, 2048, device="cuda", dtype=torch.bfloat16).unbind()
+        x, normed = torch.randn(2, rows, D_MODEL, device="cuda", dtype=torch.bfloat16).unbind()
         compare(x, normed, fused.logits(normed), fused(x, normed))
         if fused.takes_row(x):
             norm = torch.ones_like(x[0]), 1e-6
@@ -106,11 +137,9 @@ def print_kernels(graph: torch.cuda.CUDAGraph, layers: int) -> None:
 
 
 @torch.no_grad()
-def time_experts(
-    model: Decoder, fused: list[FusedExperts], rows: int, kernels: bool = False
-) -> tuple[list[float], float]:
+def time_experts(fused: list[FusedExperts], rows: int, kernels: bool = False) -> tuple[list[float], float]:
     """(microseconds of one layer, one number a replay; bytes of the experts that a layer's rows choose)"""
-    x = torch.randn(rows, model.spec.d_model, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(rows, D_MODEL, device="cuda", dtype=torch.bfloat16)
     ones = torch.ones_like(x[0])
 
     def layer(experts: FusedExperts, y: Tensor) -> Tensor:
@@ -125,9 +154,10 @@ def time_experts(
         return y
 
     y, used = x, []
-    for mlp, experts in zip(mixtures(model), fused, strict=True):
-        used.append(num_chosen(mlp, add_norm_(y, None, ones, 1e-6)) * bytes_of_expert(mlp))
+    for experts in fused:
+        used.append(num_chosen(experts, add_norm_(y, None, ones, 1e-6)) * bytes_of_expert(experts))
         y = layer(experts, y)
+    assert y.isfinite().all()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         step()
@@ -162,25 +192,28 @@ def note(case: str, metric: str, unit: str, samples: list[float], bound: float, 
 
 
 def run_ours(format: str, layers: int, bandwidth: float, repeats: int, kernels: bool) -> None:
-    model = build(qwen3_30b(layers), format)
-    reason = unusable(model)
-    assert reason is None, reason
-    case, every = f"shoestring {format}", mixtures(model)
-    fused = [FusedExperts.of(m, torch.bfloat16) for m in every]
-    quality = {"difference": round(check(every[0], fused[0]), 5)}
+    case = f"shoestring {format}"
+    mixture = small_mixture(format)
+    quality = {"difference": round(check(mixture, FusedExperts.of(mixture, torch.bfloat16)), 5)}
+    fused = [random_experts(format) for _ in range(layers)]
     config = {"model": "Qwen3-30B-A3B shape", "layers": layers, "blocks": format}
     chosen: dict[int, float] = {}
     for rows in ROWS:
-        samples, needed = time_experts(model, fused, rows, kernels)
+        samples, needed = time_experts(fused, rows, kernels)
         chosen[rows] = needed
         bound = 1e6 * needed / bandwidth
         note(case, "experts_us", "us per layer", samples, bound, True, config={**config, "rows": rows}, quality=quality)
-    experts = sum(bytes_of_expert(m) * len(m.experts) for m in every)
+    if not repeats:
+        return
+    del fused
+    model = build(qwen3_30b(layers), format)
+    reason = unusable(model)
+    assert reason is None, reason
+    experts = sum(t.nbytes for n, t in (*model.named_parameters(), *model.named_buffers()) if ".experts." in n)
     tensors = {t.data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers())}
-    # Expert weights are views of one storage, each at its own address.
     others = sum(tensors.values()) - experts - model.embed.weight.nbytes
     per_token = 2 * layers * model.spec.num_kv_heads * model.spec.head_dim * 2
-    for rows in (1, 16) if repeats else ():
+    for rows in (1, 16):
         rates = decode_ours(model, rows, repeats)
         step = others + layers * chosen[rows] + rows * (PROMPT + NEW // 2) * per_token
         where = {**config, "rows": rows, "context": PROMPT, "tokens": NEW}
@@ -248,6 +281,7 @@ def main() -> None:
     bandwidth = copy_bandwidth()
     print(f"copy: {bandwidth / 1e12:.2f} TB/s", flush=True)
     for format in args.formats:
+        torch.manual_seed(0)  # the same rows choose the same experts
         with attempt(format):
             run_ours(format, args.layers, bandwidth, args.repeats, args.kernels)
         gc.collect()

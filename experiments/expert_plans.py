@@ -43,9 +43,9 @@ EXPERTS, TOP_K = 128, 8
 SHAPES = {"up": (1536, 2048, True), "down": (2048, 768, False)}
 SHOWN = 4
 TRIES = {  # row tiles of a block, of a warp, warps along K, depth
-    "slots": [(8, 12, 16, 6), (1, 2), (1, 2, 4), (3, 4, 6)],
-    "row up": [(6, 3), (1,), (1, 2, 4), (3, 4, 5, 6, 8)],
-    "row down": [(1,), (1,), (8, 16), (3, 4, 5, 6, 7)],
+    "slots": [(8, 12, 16), (2,), (1, 2), (3, 4, 6)],
+    "row up": [(6,), (1, 2), (1, 2, 4), (3, 4, 6, 8)],
+    "row down": [(1,), (1,), (8, 16), (3, 4, 5, 7)],
 }
 
 
@@ -59,10 +59,9 @@ def candidates(
     yield present
     rows, wide = 1 if choice.top_k else SLOT_ROWS, width * (choice.top_k if choice.sum else 1)
     for wanted, tiles, k_warps, depth in itertools.product(*TRIES["slots" if not choice.top_k else f"row {kind}"]):
-        for half_sm in (1, 0) if not choice.top_k else (1,):
-            plan = FewRowsPlan(wanted // tiles, k_warps, tiles, depth, int8_mma=int(not layout.table), half_sm=half_sm)
-            if 2 <= plan.warps <= 16 and plan.runs(layout, rows, wide, False, swiglu, limits):
-                yield plan
+        plan = FewRowsPlan(wanted // tiles, k_warps, tiles, depth, int8_mma=int(not layout.table), half_sm=1)
+        if plan.runs(layout, rows, wide, False, swiglu, limits):
+            yield plan
 
 
 def routings(rows: int) -> list[Routing]:
