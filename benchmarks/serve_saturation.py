@@ -61,10 +61,11 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--limit", type=float, default=115.0, help="seconds in all; the peer gets what is left")
     parser.add_argument("--no-peer", action="store_true")
-    parser.add_argument("--client", help=argparse.SUPPRESS)
+    parser.add_argument("--client", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.client:
-        asyncio.run(client(json.loads(args.client)))
+        for line in sys.stdin:
+            print(json.dumps(asyncio.run(client(json.loads(line)))), flush=True)
         return
     began = time.monotonic()
 
@@ -77,6 +78,7 @@ def main() -> None:
     device = pick_device(args.device)
     dtype = pick_dtype("auto", device)
     with contextlib.ExitStack() as stack:
+        processes = stack.enter_context(clients())
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory())) / f"llama-{args.shape}"
         make_model(folder, args.shape, device, dtype)
         say("model written")
@@ -116,7 +118,7 @@ def main() -> None:
         record(case="engine, offline", samples=[rate], **kind)
         kind |= {"baseline": "engine, offline", "baseline_value": rate}
         before = ours.thread_seconds()
-        found = saturate(ours.url, {**load, "model": folder.name, "prompt_ids": True})
+        found = saturate(processes, ours.url, {**load, "model": folder.name, "prompt_ids": True})
         say(f"shoestring serve: {told(found)}; {found['rate'] / rate:.0%} of the engine")
         spent = sorted((s - before.get(t, 0.0) for t, s in ours.thread_seconds().items()), reverse=True)
         say(f"processor seconds of its threads: {', '.join(f'{s:.1f}' for s in spent[:4])}")
@@ -128,9 +130,9 @@ def main() -> None:
             if why_not is not None:
                 raise UserError(why_not)
             # The first request makes its cache and graphs.
-            saturate(peer.url, {**load, "num": 1, "seconds": 0.1, "timeout": left() - 10})
+            saturate(processes, peer.url, {**load, "num": 1, "seconds": 0.1, "timeout": left() - 10})
             load["seconds"] = min(args.seconds, max(2.0, left() - 8))
-            found = saturate(peer.url, {**load, "timeout": left()})
+            found = saturate(processes, peer.url, {**load, "timeout": left()})
             say(f"transformers serve: {told(found)}")
             record(
                 case="transformers serve", samples=[found["rate"]], ratio=found["rate"] / rate, quality=found, **kind
@@ -235,15 +237,27 @@ def tail(log: Path) -> str:
 # -- load ------------------------------------------------------------------------------------------------------
 
 
-def saturate(url: str, load: dict[str, Any]) -> dict[str, Any]:
+@contextlib.contextmanager
+def clients() -> Iterator[list[subprocess.Popen[str]]]:
+    """Processes that take a load per line and answer with a line; started early, because imports take seconds."""
+    command = [sys.executable, "-m", "benchmarks.serve_saturation", "--client"]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    started = [subprocess.Popen(command, **pipes) for _ in range(min(CLIENTS, max(1, (os.cpu_count() or 2) - 2)))]
+    try:
+        yield started
+    finally:
+        for process in started:
+            process.kill()
+
+
+def saturate(processes: list[subprocess.Popen[str]], url: str, load: dict[str, Any]) -> dict[str, Any]:
     """Closed loop: every client asks again as soon as it has its answer."""
-    processes = []
-    num_processes = min(CLIENTS, load["num"], max(1, (os.cpu_count() or 2) - 2))
-    for i in range(num_processes):
-        part = {**load, "url": url, "num": len(range(i, load["num"], num_processes)), "seed": i}
-        command = [sys.executable, "-m", "benchmarks.serve_saturation", "--client", json.dumps(part)]
-        processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
-    parts = [json.loads(process.communicate()[0].splitlines()[-1]) for process in processes]
+    used = processes[: load["num"]]
+    for i, process in enumerate(used):
+        part = {**load, "url": url, "num": len(range(i, load["num"], len(used))), "seed": i}
+        assert process.stdin is not None
+        print(json.dumps(part), file=process.stdin, flush=True)
+    parts = [json.loads(process.stdout.readline()) for process in used if process.stdout is not None]
     answers = [a for part in parts for a in part["answers"]]
     if not answers:
         raise UserError(f"no answer came: {parts[0]['error']}")
@@ -258,8 +272,8 @@ def saturate(url: str, load: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-async def client(load: dict[str, Any]) -> None:
-    """One process with some of the clients; prints (began, first piece, ended, tokens) of every answer."""
+async def client(load: dict[str, Any]) -> dict[str, Any]:
+    """Some of the clients; (began, first piece, ended, tokens) of every answer."""
     answers: list[tuple[float, float, float, int]] = []
     errors: list[str] = []
     host, _, port = load["url"].removeprefix("http://").partition(":")
@@ -283,7 +297,7 @@ async def client(load: dict[str, Any]) -> None:
             line[1].close()
 
     await asyncio.gather(*(talk() for _ in range(load["num"])))
-    print(json.dumps({"answers": answers, "failed": len(errors), "error": errors[0] if errors else ""}))
+    return {"answers": answers, "failed": len(errors), "error": errors[0] if errors else ""}
 
 
 def body_for(draw: random.Random, load: dict[str, Any]) -> bytes:
