@@ -83,6 +83,7 @@ def test_a_loop_goes_on_where_it_was() -> None:
         ({"levels": LevelsConfig(mttf_hours=-1.0)}, r"levels\.mttf_hours"),
         ({"levels": LevelsConfig(peer_gbps=0.0)}, r"levels\.peer_gbps"),
         ({"levels": LevelsConfig(remote_timeout_s=0.0)}, r"levels\.remote_timeout_s"),
+        ({"levels": LevelsConfig(xor_set=33)}, r"levels\.xor_set=33 is too many"),
         ({"checkpoint": "fixed", "levels": LevelsConfig(peer="replica")}, r"settings of checkpoint=auto"),
     ],
 )

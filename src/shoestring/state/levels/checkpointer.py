@@ -544,10 +544,12 @@ class LevelCheckpointer:
 
     def _peer_share(self) -> float:
         """Memory for what peers send, in states of one rank for each rank of this host: two slots."""
-        num_hosts = len(set(self._hosts))
-        if self.settings.levels.peer == "off" or num_hosts == 1:
+        if self.settings.levels.peer == "off" or len(set(self._hosts)) == 1:
             return 0.0
-        return 2.0 / (min(self.settings.levels.xor_set, num_hosts) - 1) if self.settings.levels.peer == "xor" else 2.0
+        if self.settings.levels.peer == "replica":
+            return 2.0
+        members = next(s for s in xor_sets(self._hosts, self.settings.levels.xor_set) if self._rank in s)
+        return 2.0 / (len(members) - 1)
 
     def _place(self, run: RunLike, num_bytes: int) -> Path:
         """A folder in tmpfs; on disk, with one line about it, where tmpfs is too small."""

@@ -8,6 +8,8 @@ from typing import Literal
 from shoestring.config import option
 from shoestring.errors import UserError
 
+MOST_XOR_SET = 32  # hosts; a larger set loses two of them too often
+
 
 @dataclass(frozen=True)
 class LevelsConfig:
@@ -51,6 +53,8 @@ def check_checkpoints(cfg: CheckpointConfig) -> None:
         raise UserError(f"levels.mttf_hours={cfg.levels.mttf_hours} is not possible; give more than 0")
     if cfg.levels.peer_gbps is not None and not cfg.levels.peer_gbps > 0:
         raise UserError(f"levels.peer_gbps={cfg.levels.peer_gbps} is not possible; give more than 0")
+    if cfg.levels.xor_set > MOST_XOR_SET:
+        raise UserError(f"levels.xor_set={cfg.levels.xor_set} is too many; give at most {MOST_XOR_SET}")
     if not cfg.levels.remote_timeout_s > 0:
         raise UserError(f"levels.remote_timeout_s={cfg.levels.remote_timeout_s} is not possible; give more than 0")
     if cfg.checkpoint == "fixed":

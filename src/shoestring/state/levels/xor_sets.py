@@ -412,10 +412,10 @@ def rebuild_lost(
     """(ranks whose state was computed and is a replica on some host now, what went wrong). Every rank calls it."""
     first_rank = {one: hosts.index(one) for one in hosts}
     reads = first_rank[host] == mesh.rank
-    here = [p for place in places for p in list_parities(place, host)[0]] if reads else []
-    plans = plan_rebuilds(offers, everyone(mesh, here))
+    here = [list_parities(place, host) for place in places] if reads else []
+    plans = plan_rebuilds(offers, everyone(mesh, [p for some, _ in here for p in some]))
     done: list[int] = []
-    problems: list[str] = []
+    problems = everyone(mesh, [line for _, lines in here for line in lines])
     for plan in plans:
         step = RebuildStep(plan, host, first_rank)
         try:
