@@ -298,7 +298,8 @@ class Api:
         collector: OutputCollector,
         choices: list[PendingChoice],
     ) -> AsyncIterator[str]:
-        silent = True
+        loop, silent = asyncio.get_running_loop(), True
+        timer: asyncio.TimerHandle  # one for the stream: a time-out per event costs more
 
         def remind() -> None:
             nonlocal silent, timer
@@ -306,8 +307,7 @@ class Api:
                 collector.remind()
             silent, timer = True, loop.call_later(KEEP_ALIVE_S / 2, remind)
 
-        loop = asyncio.get_running_loop()
-        timer = loop.call_later(KEEP_ALIVE_S / 2, remind)  # one for the stream: a time-out per event costs more
+        timer = loop.call_later(KEEP_ALIVE_S / 2, remind)
         try:
             yield "".join(response.first_chunks())
             while not response.done:
@@ -561,6 +561,7 @@ class EventStream(StreamingResponse):
         async with aclosing(self.body_iterator) as parts:  # type: ignore[type-var]
             async for part in parts:
                 if part:
+                    assert isinstance(part, str)
                     await write({"type": "http.response.body", "body": part.encode(), "more_body": True})
         await write({"type": "http.response.body", "body": b"", "more_body": False})
 

@@ -150,7 +150,7 @@ class _Http(h11.Connection):
                 raise h11.RemoteProtocolError("a body in too many small chunks")
         return event
 
-    def send(self, event: Any) -> bytes | None:
+    def send(self, event: Any) -> bytes | None:  # type: ignore[override]  # h11 has a signature for each event
         if isinstance(event, h11.Response):
             self._header = super().send(event) or b""
             self._chunked = b"\r\ntransfer-encoding: chunked\r\n" in self._header.lower()
