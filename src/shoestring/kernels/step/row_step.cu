@@ -618,9 +618,8 @@ template <int H> struct Keys {
         const int size = (all + shares - 1) / shares;
         first = begin + share * size, count = used ? max(0, min(size, all - share * size)) : 0;
     }
-    INLINE u64 place_of(const int* table, const int at) const {
-        return (((u64)table[at / PAGE] * PAGE + at % PAGE) * GROUPS + group) * DIM;
-    }
+    INLINE u64 place_of(const int page, const int at) const { return (((u64)page * PAGE + at % PAGE) * GROUPS + group) * DIM; }
+    INLINE u64 place_of(const int* table, const int at) const { return place_of(table[at / PAGE], at); }
 };
 // They come from memory behind the weights that were asked for before; so they are asked for when the layer begins.
 template <int H> INLINE void ask_for_keys(const Layer& layer, const int* table, const int position) {
@@ -649,19 +648,24 @@ template <int H, int AHEAD> INLINE void attend(Step& s, const Layer& layer, uint
 
     // ---- the first keys and values, and what q and k are turned by ---------------------------------------------------
     const int of_warp = s.lane / LANES, piece = s.lane % LANES;
-    auto place_of = [&](const int at) { return own_keys.place_of(table, at); };
     uint4 keys[AHEAD], values[AHEAD];
+    int pages[AHEAD];  // of the keys that are fetched next: their loads must not wait for loads of their places
     auto key_at = [&](const int round, const int n) { return ((round * AHEAD + n) * WARPS + s.warp) * KEYS_OF + of_warp; };
-    auto fetch = [&](const int round) {
-        u64 from[AHEAD];  // all places first: they are loaded, too
+    auto look_up = [&](const int round) {
         #pragma unroll
-        for (int n = 0; n < AHEAD; n++) from[n] = key_at(round, n) < mine ? place_of(first + key_at(round, n)) + piece * 8 : 0;
+        for (int n = 0; n < AHEAD; n++) pages[n] = key_at(round, n) < mine ? table[(first + key_at(round, n)) / PAGE] : 0;
+    };
+    auto fetch = [&](const int round) {
         #pragma unroll
         for (int n = 0; n < AHEAD; n++) {
             keys[n] = values[n] = make_uint4(0, 0, 0, 0);
-            if (key_at(round, n) < mine) keys[n] = load_late(layer.keys + from[n]), values[n] = load_late(layer.values + from[n]);
+            if (key_at(round, n) >= mine) continue;
+            const u64 from = own_keys.place_of(pages[n], first + key_at(round, n)) + piece * 8;
+            keys[n] = load_late(layer.keys + from), values[n] = load_late(layer.values + from);
         }
+        look_up(round + 1);
     };
+    look_up(0);
     fetch(0);
     constexpr int halves = (DIM / 4 + 31) / 32;  // words of half a head, of a lane
     const float* const turns = layer.turns + (u64)position * DIM;
@@ -697,7 +701,7 @@ template <int H, int AHEAD> INLINE void attend(Step& s, const Layer& layer, uint
             for (int i = 0; i < 2; i++) square += a[n][i] * a[n][i] + b[n][i] * b[n][i];
         const float by = root(add_lanes(square, 32) / DIM + head_eps);
 #endif
-        const u64 own = stores ? place_of(position) : 0;
+        const u64 own = stores ? own_keys.place_of(table, position) : 0;
         #pragma unroll
         for (int n = 0; n < halves; n++) {
             const int dim = (s.lane + 32 * n) * 2;
