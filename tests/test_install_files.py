@@ -55,3 +55,14 @@ def test_the_dockerfile_takes_files_that_are_sent_and_there() -> None:
 def test_versions_agree() -> None:
     cited = re.search(r"^version: (.+)$", (REPO / "CITATION.cff").read_text(encoding="utf-8"), flags=re.MULTILINE)
     assert cited and cited[1] == __version__ == PROJECT["version"]
+
+
+def test_the_project_has_what_contributors_look_for() -> None:
+    for name in ("CITATION.cff", "SECURITY.md", "CODE_OF_CONDUCT.md", "CONTRIBUTING.md", ".pre-commit-config.yaml"):
+        assert (REPO / name).stat().st_size > 100
+    assert "docs/security.md" in (REPO / "SECURITY.md").read_text(encoding="utf-8")
+    assert len(list((REPO / ".github/ISSUE_TEMPLATE").glob("*.md"))) >= 2
+    assert (REPO / "src/shoestring/py.typed").is_file()
+    # Versions that tests have run on, and no address before there is one (pyproject.toml says so, too).
+    tested = [c.rpartition(" ")[2] for c in PROJECT["classifiers"] if "Python :: 3." in c]
+    assert tested == ["3.11", "3.12"] and "urls" not in PROJECT

@@ -74,3 +74,14 @@ def test_method_pages_are_short_and_say_when_not_to_use_the_method(page: Path) -
     text = prose(page)
     assert len(text.split()) <= 1250
     assert "## When not to use it" in text and "](../figures/" in text and "shoestring " in text
+
+
+GENERATED_OR_LONG = {"design.md", "support.md", "benchmarks.md"}  # the house plan, and tables that code writes
+
+
+@pytest.mark.parametrize(
+    "page", [*sorted((REPO / "docs").glob("*.md")), *sorted((REPO / "docs/guides").glob("*.md"))], ids=lambda p: p.stem
+)
+def test_pages_for_users_are_short(page: Path) -> None:
+    """What one looks up belongs in docs/reference/, what was tried in experiments/."""
+    assert page.name in GENERATED_OR_LONG or len(prose(page).split()) <= 1400
