@@ -1,6 +1,9 @@
 """Tokens per second with the drafters that experiments/drafter.py kept, against the same engine without one.
 
     python -m benchmarks.drafter_speed --keep DIR          about 160 seconds, alone on the machine
+    ... --sampled-only --temperatures 0.7 1                the controller on sampled texts, and nothing else
+
+For a target that was trained elsewhere `experiments.drafter --model FILE --name NAME --no-speed --keep DIR` makes DIR.
 
 Measures the finished drafters only. One engine measures everything, in turns (`Turns`); a ratio is taken within its
 turn. Reported are the median and the spread of ratios, and the ratio of all counted tokens over all counted seconds
@@ -400,7 +403,8 @@ def expected(rows: Sequence[dict[str, Any]], batch: int, repeats: int) -> float:
 
 
 def record_batch(kept: Kept, turns: Turns, found: Rates, way: Way, layers: int, temperature: float) -> None:
-    plain, ratios, text = found.of(0), found.ratios(1), "drawn" if temperature else "greedy"
+    drawn = "drawn" if temperature == 1 else f"drawn at {temperature:g}"
+    plain, ratios, text = found.of(0), found.ratios(1), drawn if temperature else "greedy"
     batch = turns.batch
     config = {"target": kept.name, "budget": "batches", "layers": layers, "batch": batch, "load": REFILLED}
     longest, num = max(n for _, n in turns.texts), len(turns.texts)
@@ -450,6 +454,8 @@ def measure_all(
     served: Sequence[str] = SERVED,
     seconds: float = 1e9,
     tokens: int | None = None,
+    temperatures: Sequence[float] = (1.0,),
+    sampled_only: bool = False,
 ) -> None:
     """`seconds`: for everything but loading. The most important parts come first, sampled texts last; a part that has
     used its share of the time ends with the turns it has."""
@@ -467,7 +473,8 @@ def measure_all(
     order = [b for b in sorted(batches, key=lambda b: (b > 1, -b)) if rows]  # 1, then the most first
     # What matters most first; 0: one drafter at a time.
     tasks = [(b, 0.0, False) for b in order] + [(b, 0.0, True) for b in order]
-    tasks += [(0, 0.0, False), *((b, 1.0, False) for b in (*order, 0))]
+    sampled = [(b, t, False) for t in temperatures for b in (*order, 0)]
+    tasks = [task for task in sampled if task[0]] if sampled_only else [*tasks, (0, 0.0, False), *sampled]
     # Seconds of the tasks that are to have their share of the time.
     ahead = [expected(rows, batch, repeats) for batch in order]
     print(
@@ -532,9 +539,19 @@ def main() -> None:
     parser.add_argument("--serve", nargs="*", default=list(SERVED))
     parser.add_argument("--seconds", type=float, default=1e9, help="for everything, the loading apart")
     parser.add_argument("--tokens", type=int, help="new ones a request; as many as acceptance was measured on")
+    parser.add_argument("--temperatures", nargs="*", type=float, default=[1.0], help="of sampled texts")
+    parser.add_argument("--sampled-only", action="store_true", help="only the controller on sampled texts")
     args = parser.parse_args()
     measure_all(
-        args.keep, None, args.repeats, batches=args.batches, served=args.serve, seconds=args.seconds, tokens=args.tokens
+        args.keep,
+        None,
+        args.repeats,
+        batches=args.batches,
+        served=args.serve,
+        seconds=args.seconds,
+        tokens=args.tokens,
+        temperatures=args.temperatures,
+        sampled_only=args.sampled_only,
     )
 
 
