@@ -245,7 +245,7 @@ def selectors() -> str:
     return markdown(header, rows) + (provenance(used) if used else "")
 
 
-MAIN = ("plain", "bf16", "int8", "int4", "powersgd:4", "topk:0.01, hyper", "torch PowerSGD hook", "auto")
+MAIN = ("plain", "bf16", "int8", "int4", "powersgd:4", "topk:0.01, hyper", "demo", "torch PowerSGD hook", "auto")
 
 
 def links() -> str:
@@ -256,6 +256,7 @@ def links() -> str:
 def all_links(cases: Sequence[str] = ()) -> str:
     """Steps, and times to the loss of plain in the seeds that reach it, by the speed of the links."""
     lines = [n for n in newest(BENCH) if n["metric"] in ("step_ms", "time_to_loss")]
+    lines = [n for n in lines if n["config"].get("link") != "whole run"]
     speeds = sorted({n["config"]["mbit"] for n in lines})
     steps = {(n["case"], n["config"]["mbit"]): n for n in lines if n["metric"] == "step_ms"}
     to_loss: dict[tuple[str, int], list[float]] = {}

@@ -3,11 +3,14 @@
     python -m benchmarks.communication_links                 as root on Linux; about 10 minutes on two idle cores
     python -m benchmarks.communication_links --mbit 100 --methods plain int8
     python -m benchmarks.communication_links --unshaped      without root: four processes on this machine's own network
+    python -m benchmarks.communication_links --train 500 --mbit 100 --methods plain int4       about 6 minutes
 
 Each replica is a process in a network namespace of its own. A bridge joins them, and `tc tbf` limits what each may
-send. The model and the batch are those of communication_curves. `step_ms` is the median of up to 8 steps; bytes are
-what the interface of rank 0 sent per step, headers of TCP included. `auto` lines name what was chosen and what the
-probe cost. The peer is DDP with torch's PowerSGD hook.
+send. The model and the batch are those of communication_curves. `step_ms` is the median of up to 8 steps in each of
+two turns through all methods: packets that a full queue drops make the steps of one method differ by a third from turn
+to turn at 10 Mbit/s. Bytes are what the interface of rank 0 sent per step, headers of TCP included. `auto` lines name
+what was chosen, what the probe cost, and how the best of plain, bf16, int8 and int4 compares with it over 500 steps.
+The peer is DDP with torch's PowerSGD hook.
 
 The trainer sends after the backward pass, so a step over a slow link takes what it takes without one, and the bytes
 over the speed. `--unshaped` measures the first part as processor time, which other users of the machine hardly change,
@@ -15,13 +18,16 @@ and records `step_ms` for each speed as this sum (config `link`: computed); `aut
 measuring it. `--methods` may name a selector: topk:0.01+hyper.
 
 Where communication_curves has recorded losses, `time_to_loss` follows: steps to the loss that `plain` has at the end
-(1% more counts as reached), times the step time. Its ratio is against plain at the same speed.
+(1% more counts as reached), times the step time. Its ratio is against plain at the same speed. `--train` trains over
+the shaped links instead, and records the time that the steps took until that loss (config `link`: whole run) beside
+steps times step time. Name `plain` first: its last loss is what is waited for.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -39,14 +45,16 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.communication import BENCH, REPLICAS
-from benchmarks.communication_curves import CLIP, CONTEXT, LR, PEER, new_model
+from benchmarks.communication_curves import CLIP, CONTEXT, DEMO_LR, EVERY, LR, PEER, VAL_ROWS, loss_of, new_model, texts
 from benchmarks.results import RESULTS, newest, record
 from shoestring.errors import UserError, as_command
 from shoestring.evals.result_line import result_line
 from shoestring.mesh import Mesh, MeshConfig, open_mesh
 from shoestring.runlog import append_jsonl
+from shoestring.train.data import TokenData
+from shoestring.train.gradients import clip_gradients
 from shoestring.train.objectives import CrossEntropy
-from shoestring.train.optim import adamw
+from shoestring.train.optim import adamw, set_lr, warmup_cosine
 from shoestring.train.reducers import auto
 from shoestring.train.reducers.build import ReducerConfig, build_optimizer, build_reducer
 from shoestring.train.reducers.compressed import CompressedReducer
@@ -60,7 +68,8 @@ METHODS = (
 )
 AUTO = "auto"
 SPEEDS = (10, 100, 1000)
-STEPS, WARMUP, LONGEST_S = 8, 2, 25.0
+STEPS, WARMUP, LONGEST_S, TURNS = 8, 2, 25.0, 2
+RUN_STEPS = 500  # over which a probe counts
 BRIDGE, NAME = "shoebr", "shoe"
 REACHED = 1.01  # of plain's final loss
 
@@ -109,7 +118,7 @@ def remove() -> None:
     subprocess.run(["ip", "link", "del", BRIDGE], capture_output=True)
 
 
-def on_replicas(mbit: int | None, methods: list[str]) -> tuple[list[dict[str, Any]], list[int]]:
+def on_replicas(mbit: int | None, methods: list[str], *mode: str) -> tuple[list[dict[str, Any]], list[int]]:
     """Start a worker in each namespace (None: in this one); what rank 0 measured, and how the workers ended."""
     with namespaces(mbit) if mbit else nullcontext():
         workers = []
@@ -120,7 +129,7 @@ def on_replicas(mbit: int | None, methods: list[str]) -> tuple[list[dict[str, An
                 **{"WORLD_SIZE": str(REPLICAS), "RANK": str(r), "LOCAL_RANK": "0", "OMP_NUM_THREADS": "1"},
                 "GLOO_SOCKET_IFNAME": f"{NAME}v{r}" if mbit else "lo",
             }
-            command = [sys.executable, "-m", "benchmarks.communication_links", "--worker", "--methods", *methods]
+            command = [sys.executable, "-m", "benchmarks.communication_links", "--worker", *mode, "--methods", *methods]
             out = subprocess.PIPE if r == 0 else None
             inside = ["ip", "netns", "exec", f"{NAME}{r}"] if mbit else []
             workers.append(subprocess.Popen([*inside, *command], env=env, stdout=out, text=True))
@@ -180,6 +189,42 @@ def prepared(mesh: Mesh, method: str) -> tuple[Callable[[int], None], dict[str, 
     return step, about
 
 
+def train_whole(methods: list[str], steps: int) -> None:
+    """Real runs, with the losses and the seconds that steps took so far; evaluation does not count."""
+    torch.set_num_threads(1)
+    mesh = open_mesh(MeshConfig(replica=REPLICAS, timeout_s=300), "cpu")
+    corpus = texts()
+    held_out = TokenData(corpus.val, context=CONTEXT, batch=VAL_ROWS).step(0)
+    data = TokenData(corpus.train, context=CONTEXT, batch=REPLICAS, micro=1, seed=0)
+    for method in methods:
+        model: nn.Module = new_model(mesh, seed=0)
+        name, _, selector = method.partition("+")
+        settings = ReducerConfig(name, selector=selector or "uniform")  # type: ignore[arg-type]
+        lr = DEMO_LR if name == "demo" else LR
+        reducer = build_reducer(settings, model, mesh, clip=CLIP, seed=0)
+        optimizer = build_optimizer(settings, model, lr=lr, weight_decay=0.1)
+        schedule, seconds, curve = warmup_cosine(lr, warmup=50, steps=steps), 0.0, []
+        for step in range(steps):
+            micro = data.step(step)[mesh.rank]
+            mesh.barrier()
+            began = time.perf_counter()
+            loss = CrossEntropy()(model, micro) / (CONTEXT * REPLICAS)
+            loss.backward()
+            reducer.observe(loss.detach())
+            if not reducer.clips:  # as communication_curves clips all methods
+                clip_gradients(model.parameters(), CLIP / math.sqrt(REPLICAS))
+            reducer(model)
+            set_lr(optimizer, schedule(step))
+            optimizer.step()
+            optimizer.zero_grad()
+            seconds += time.perf_counter() - began
+            if (step + 1) % EVERY == 0 and mesh.is_main:
+                curve.append([step + 1, round(loss_of(model, held_out), 5), round(seconds, 3)])
+        if mesh.is_main:
+            print(json.dumps({"method": method, "curve": curve}), flush=True)
+    mesh.close()
+
+
 def work(methods: list[str]) -> None:
     torch.set_num_threads(1)
     mesh = open_mesh(MeshConfig(replica=REPLICAS, timeout_s=300), "cpu")
@@ -225,7 +270,8 @@ def config_of(method: str, mbit: int) -> dict[str, Any]:
 
 def measure(speeds: list[int], methods: list[str]) -> None:
     for mbit in speeds:
-        found, codes = on_replicas(mbit, methods)
+        turns, codes = on_replicas(mbit, methods * TURNS)
+        found = list(merged(turns))
         plain = next((statistics.median(f["times"]) for f in found if f["method"] == "plain"), None)
         plain_sent = next((f["sent"] for f in found if f["method"] == "plain"), None)
         for f in found:
@@ -235,6 +281,7 @@ def measure(speeds: list[int], methods: list[str]) -> None:
                 quality["compression"] = round(plain_sent / f["sent"], 2)
             if f["method"] == AUTO:
                 quality |= {"chosen": f["chosen"], "probe_ms": round(f["probe_ms"], 1)}
+                quality |= {"of_best": round(best_of_four(found) / (took + f["probe_ms"] / 1e3 / RUN_STEPS), 3)}
             record(
                 bench=BENCH, case=case_of(f["method"]), metric="step_ms", unit="ms",
                 samples=[1e3 * t for t in f["times"]],
@@ -246,6 +293,56 @@ def measure(speeds: list[int], methods: list[str]) -> None:
         if any(codes):
             raise UserError(f"workers ended with {codes} at {mbit} Mbit/s; their own lines say why")
     record_times_to_loss()
+
+
+def merged(turns: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """One line per method, with the times of all turns."""
+    by_method: dict[str, list[dict[str, Any]]] = {}
+    for line in turns:
+        by_method.setdefault(line["method"], []).append(line)
+    for same in by_method.values():
+        chosen = "/".join(sorted({line.get("chosen", "") for line in same}))
+        times = [t for line in same for t in line["times"]]
+        yield {**same[0], "times": times, "sent": statistics.median(line["sent"] for line in same), "chosen": chosen}
+
+
+def best_of_four(found: list[dict[str, Any]]) -> float:
+    """Seconds of a step of the fastest that auto chooses from; nan where one was not measured."""
+    took = {f["method"]: statistics.median(f["times"]) for f in found}
+    return min(took.get(c.name, math.nan) for c in auto.CLOSE)
+
+
+def measure_whole_runs(speeds: list[int], methods: list[str], steps: int) -> None:
+    step_ms = {(n["case"], n["config"]["mbit"]): n["value"] for n in newest(BENCH) if n["metric"] == "step_ms"}
+    for mbit in speeds:
+        found, codes = on_replicas(mbit, methods, "--train", str(steps))
+        if any(codes):
+            raise UserError(f"workers ended with {codes} at {mbit} Mbit/s; their own lines say why")
+        wanted = REACHED * found[0]["curve"][-1][1]
+        whole: float | None = None
+        for f in found:
+            reached = next((point for point in f["curve"] if point[1] <= wanted), None)
+            last = f["curve"][-1]
+            if reached is None:
+                print(
+                    f"{mbit:5} Mbit/s {f['method']:16} ends at {last[1]:.3f} after {last[2]:.0f} s: above {wanted:.3f}"
+                )
+                continue
+            whole = reached[2] if whole is None else whole
+            usual = step_ms.get((case_of(f["method"]), mbit))
+            product = None if usual is None else round(reached[0] * usual / 1e3, 1)
+            record(
+                bench=BENCH, case=case_of(f["method"]), metric="time_to_loss", unit="s", samples=[reached[2]],
+                baseline=found[0]["method"], baseline_value=whole, ratio=whole / reached[2],
+                quality={"steps": reached[0], "loss": round(wanted, 4), "product_s": product,
+                         "final_loss": last[1], "whole_s": last[2]},
+                config={**config_of(f["method"], mbit), "link": "whole run", "seed": 0, "steps": steps},
+            )  # fmt: skip
+            print(
+                f"{mbit:5} Mbit/s {f['method']:16} {reached[2]:7.1f} s for {reached[0]} steps to {wanted:.3f} "
+                f"({product} s by step times), {whole / reached[2]:.2f}x; ends at {last[1]:.3f}",
+                flush=True,
+            )
 
 
 def measure_unshaped(speeds: list[int], methods: list[str]) -> None:
@@ -313,15 +410,23 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=[*METHODS, AUTO, PEER], help="what follows reducer=, and peers")
     parser.add_argument("--unshaped", action="store_true", help="no namespaces; the time of the links is computed")
     parser.add_argument("--times", action="store_true", help="measure nothing; time_to_loss from what is recorded")
+    parser.add_argument("--train", type=int, metavar="STEPS", help="whole runs of so many steps, up to plain's loss")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        work(args.methods)
+        if args.train:
+            train_whole(args.methods, args.train)
+        else:
+            work(args.methods)
         if dist.is_initialized():
             dist.destroy_process_group()
         return
     if args.times:
         record_times_to_loss()
+        return
+    if args.train:
+        texts()  # tokenised once, here
+        measure_whole_runs(args.mbit, args.methods, args.train)
         return
     (measure_unshaped if args.unshaped else measure)(args.mbit, args.methods)
 
