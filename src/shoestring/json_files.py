@@ -235,27 +235,21 @@ class Fields:
         return float(value)
 
     def flag(self, key: str, default: Any = REQUIRED) -> Any:
-        value = self._look(key, default)
-        if value is not default and not isinstance(value, bool):
-            raise UserError(f"{self.where}: {key} must be true or false, not {shown(value)}")
-        return value
+        return self._of_type(bool, key, default)
 
     def text(self, key: str, default: Any = REQUIRED) -> Any:
-        value = self._look(key, default)
-        if value is not default and not isinstance(value, str):
-            raise UserError(f"{self.where}: {key} must be a text, not {shown(value)}")
-        return value
+        return self._of_type(str, key, default)
 
     def object(self, key: str, default: Any = REQUIRED) -> Any:
-        value = self._look(key, default)
-        if value is not default and not isinstance(value, dict):
-            raise UserError(f"{self.where}: {key} must be an object, not {shown(value)}")
-        return value
+        return self._of_type(dict, key, default)
 
     def list(self, key: str, default: Any = REQUIRED) -> Any:
+        return self._of_type(list, key, default)
+
+    def _of_type(self, wanted: type, key: str, default: Any) -> Any:
         value = self._look(key, default)
-        if value is not default and not isinstance(value, list):
-            raise UserError(f"{self.where}: {key} must be a list, not {shown(value)}")
+        if value is not default and not isinstance(value, wanted):
+            raise UserError(f"{self.where}: {key} must be {_NAMES[wanted]}, not {shown(value)}")
         return value
 
     def _look(self, key: str, default: Any) -> Any:

@@ -22,7 +22,7 @@ from shoestring.train.optim import adamw, warmup_cosine
 from shoestring.train.step import IGNORED, Micro, Run
 from shoestring.train.trainer import train
 
-STEPS = 4
+STEPS = 3
 BASE = {
     "vocab_size": 96, "d_model": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 4, "head_dim": 8, "d_ff": 48,
     "max_positions": 32,

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import fcntl
 import json
 import mmap
@@ -310,7 +309,3 @@ def available_memory() -> int:
         kinds = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
         least = min(least, limit - used + int(kinds["inactive_file"]))  # cached files give way
     return max(least, 0)
-
-
-def is_full(error: OSError) -> bool:
-    return error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT)

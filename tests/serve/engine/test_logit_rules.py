@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
 from naive_decoding import LookupDrafter
+from torch import Tensor
 
 from shoestring.serve import Engine, Sampling
 from shoestring.serve.engine.logit_rules import (
@@ -15,13 +16,17 @@ from shoestring.serve.engine.logit_rules import (
     SamplingWithRules,
     TokenHistory,
     VerifyWithRules,
-    apply_row_rules,
     apply_rules,
     prompt_logprob_parts,
     token_logprobs,
 )
 from shoestring.serve.speculative.verify import Check, coupled
 from tiny import DECODER, tiny_decoder
+
+
+def apply_row_rules(logits_V: Tensor, rules: LogitRules, prompt: Sequence[int], written: Sequence[int]) -> Tensor:
+    """One row of logits after the rules, given the prompt and what was written since."""
+    return RuleTensors(rules, prompt, logits_V).apply(logits_V, written, ())
 
 
 def test_rules_follow_their_formulas() -> None:

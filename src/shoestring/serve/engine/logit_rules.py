@@ -243,11 +243,6 @@ def _written(check: Check) -> list[int]:
     return history.tokens[: check.position - len(history.prompt)]
 
 
-def apply_row_rules(logits_V: Tensor, rules: LogitRules, prompt: Sequence[int], written: Sequence[int]) -> Tensor:
-    """One row of logits after the rules, given the prompt and what was written since."""
-    return RuleTensors(rules, prompt, logits_V).apply(logits_V, written, ())
-
-
 def record(logits_RV: Tensor, checks: Sequence[Check], gained: Sequence[Sequence[int]]) -> None:
     """Append what each request with a history gained, with log-probabilities if requested."""
     row = 0

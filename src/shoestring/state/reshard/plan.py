@@ -439,15 +439,6 @@ def wire_bound(bundles: Sequence[Bundle], topology: Topology) -> float:
     return max(limits)
 
 
-def least_slow_bytes(bundles: Sequence[Bundle], topology: Topology) -> int:
-    """Bytes that must cross between hosts: once into each host that wants them and has none."""
-    total = 0
-    for b in bundles:
-        near = {topology.host(r) for r in b.senders}
-        total += b.num_bytes * len({topology.host(r) for r in b.receivers} - near)
-    return total
-
-
 # -- JSON -------------------------------------------------------------------------------------------------------
 
 

@@ -22,7 +22,6 @@ FIXED: dict[str, Compressor] = {
     "plain": PLAIN, "bf16": BF16, "int8": INT8, "int4": INT4, "terngrad": TERNGRAD, "qsgd": QSGD,
 }  # fmt: skip
 NAMES = (*FIXED, "topk", "arc-topk", "powersgd", "demo")
-LOSSLESS_ENOUGH = (PLAIN, BF16, INT8, INT4)  # what `auto` chooses from unless it may lose more
 
 
 def parse_compressor(text: str) -> Compressor:

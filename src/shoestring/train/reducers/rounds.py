@@ -14,7 +14,7 @@ all-reduce.
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -95,15 +95,20 @@ def emulate(exchanges: Sequence[Exchange[T]]) -> list[T]:
     return results
 
 
-def echo(exchange: Exchange[T], size: int) -> T:
-    """Run one exchange whose answers are its own bytes: what it computes, without a network, to be timed."""
+def run_with(answer_to: Callable[[Round], Tensor], exchange: Exchange[T]) -> T:
+    """Run one exchange to its end; `answer_to` answers each of its rounds."""
     answer: Any = None
     while True:
         try:
             asked = exchange.send(answer)
         except StopIteration as stop:
             return stop.value
-        answer = asked.payload if isinstance(asked, ToOwners) else asked.payload.expand(size, -1)
+        answer = answer_to(asked)
+
+
+def echo(exchange: Exchange[T], size: int) -> T:
+    """Run one exchange whose answers are its own bytes: what it computes, without a network, to be timed."""
+    return run_with(lambda r: r.payload if isinstance(r, ToOwners) else r.payload.expand(size, -1), exchange)
 
 
 class Link:
@@ -117,13 +122,7 @@ class Link:
         self.seconds = 0.0
 
     def run(self, exchange: Exchange[T]) -> T:
-        answer: Any = None
-        while True:
-            try:
-                asked = exchange.send(answer)
-            except StopIteration as stop:
-                return stop.value
-            answer = self._answer(asked)
+        return run_with(self._answer, exchange)
 
     def _answer(self, asked: Round) -> Tensor:
         payload = asked.payload.contiguous()
