@@ -101,6 +101,7 @@ class Size:
     measurements: int = 10  # of the flip rate during the probe
     schedule: str = COSINE
     finish: float = FINISH  # part of the steps in which FST is dense and the rate of wsd falls
+    dense: float | None = None  # part of the steps in which FST is dense, where it differs from `finish`
     decay: float | None = None  # of masked weights; None: FST's is found, SR-STE's as published
 
     def rate(self) -> Schedule:
@@ -315,7 +316,8 @@ def make_hooks(case: str, size: Size, model: nn.Module, seed: int) -> list[Hook]
     meter = FlipMeter(size.flip_every)
     clock = NoiseClock(model, seed=seed, tokens_per_step=size.batch * size.context)
     if case.startswith("FST"):
-        decay, finish = MaskedDecay(size.decay or 0.0), size.steps - round(size.finish * size.steps)
+        dense = size.finish if size.dense is None else size.dense
+        decay, finish = MaskedDecay(size.decay or 0.0), size.steps - round(dense * size.steps)
         servo = [FlipController(model, meter, decay, probe=size.warmup)] if size.decay is None else []
         return [clock, meter, MaskRefresh(size.refresh), decay, *servo, DenseFinish(model, at=finish)]
     if case.startswith("S-STE"):
@@ -355,7 +357,7 @@ def dense_loss(config: dict[str, Any]) -> float | None:
     """The loss of the newest dense line with the same settings; rows may be measured in several calls."""
 
     def shared(config: dict[str, Any]) -> dict[str, Any]:
-        return {k: v for k, v in config.items() if k not in ("d_ff", "decay", "finish", "lr")}
+        return {k: v for k, v in config.items() if k not in ("d_ff", "decay", "finish", "dense", "lr")}
 
     def same(line: dict[str, Any]) -> bool:
         return shared(line["config"]) == shared(config)
@@ -400,6 +402,7 @@ def main() -> None:
     parser.add_argument("--refresh", type=int, help="steps between new masks of FST, other than the size's own")
     parser.add_argument("--lr", type=float, help="other than the size's own")
     parser.add_argument("--finish", type=float, default=FINISH, help="dense part of FST, and of wsd's falling rate")
+    parser.add_argument("--dense-for", type=float, help="dense part of FST, where the rate does not fall all the while")
     parser.add_argument("--decay", type=float, help="of the masked weights of SR-STE and FST, fixed")
     args = parser.parse_args()
     ends = time.perf_counter() + args.seconds
@@ -407,7 +410,7 @@ def main() -> None:
     if args.pace is not None and args.pace <= 2 * WARM + 1:
         raise UserError(f"--pace {args.pace} leaves no step to time: use {2 * WARM + 2} or more")
     rows = rows_of(args.rows, args.cases, args.seeds)
-    size = replace(SIZES[args.size], schedule=args.schedule, finish=args.finish)
+    size = replace(SIZES[args.size], schedule=args.schedule, finish=args.finish, dense=args.dense_for)
     if args.lr is not None:
         size = replace(size, lr=args.lr)
     if args.steps:
@@ -457,6 +460,8 @@ def label_of(case: str, size: Size, refresh: int | None, lr: float | None = None
         case = f"{case}, masks every {refresh}"
     if size.finish != FINISH:
         case = f"{case}, finish {size.finish:.2g}"
+    if size.dense is not None and case.startswith("FST"):
+        case = f"{case}, dense for {size.dense:.2g}"
     return f"{case}, decay {size.decay:g}" if has_other_decay(case, size) else case
 
 
@@ -480,6 +485,7 @@ def config_of(case: str, name: str, size: Size, corpus: Corpus, seed: int) -> di
         "different_tokens": len(corpus.train),
         **({} if size.schedule == COSINE else {"schedule": size.schedule}),  # which the oldest lines do not name
         **({} if size.finish == FINISH else {"finish": size.finish}),
+        **({} if size.dense is None or not case.startswith("FST") else {"dense": size.dense}),
         **({"decay": size.decay} if has_other_decay(case, size) else {}),  # nor what was published
     }  # fmt: skip
 

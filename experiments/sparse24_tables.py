@@ -80,7 +80,7 @@ def lines_of(model: str, *, repeats: bool | None = None, schedule: str = COSINE)
     more than once."""
 
     def settings(line: dict[str, Any]) -> dict[str, Any]:
-        return {k: v for k, v in line["config"].items() if k not in ("seed", "d_ff", "decay", "finish", "lr")}
+        return {k: v for k, v in line["config"].items() if k not in ("seed", "d_ff", "decay", "finish", "dense", "lr")}
 
     def read_again(config: dict[str, Any]) -> bool:
         # The oldest lines have no length of their text, which was short.
