@@ -283,6 +283,7 @@ def test_the_demo_in_miniature(
     assert sizes[:6] == sorted(sizes[:6], reverse=True) and sizes[3] < sizes[7] < sizes[6] < sizes[0]
     assert "'completion_tokens': " in out  # what the server answered
     assert "dp=4 to tp=2: " in out and "--- with demo@3-" in out  # weights that a running server took over
+    assert "gradients over 2 replicas by int4" in out and "in 10 steps" in out
     page = (tmp_path / "demo" / "report.html").read_text()
     assert page.count("<svg") == 2 and "def main(" in page
     assert all(f"[{number}/{len(demo.STAGES)}] " in out for number in range(1, len(demo.STAGES) + 1))

@@ -1,4 +1,4 @@
-"""The whole path on this machine: train, shrink, evaluate, generate, serve, publish, resume, export, chat, report.
+"""The whole path on this machine: train, shrink, evaluate, generate, serve, publish, resume, share, export, chat, page.
 
 Run:     shoestring demo          (or: make demo)
          shoestring demo quick=true                smaller settings (or: make demo QUICK=1)
@@ -23,6 +23,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -45,7 +46,7 @@ from shoestring.evals.model_row import evaluate_row, measure_speed_of, need_toke
 from shoestring.formats import convert, pack, parse_format
 from shoestring.formats.int8_activations import quantize_activations
 from shoestring.kernels.lowbit.w4a8 import has_arm_kernels
-from shoestring.mesh import open_mesh
+from shoestring.mesh import MeshConfig, open_mesh
 from shoestring.model import LoadedModel, load_model, save_model
 from shoestring.model.export import export_model
 from shoestring.model.gguf import find_smollm2
@@ -66,6 +67,7 @@ from shoestring.state.reshard.tasks import MovedTensor
 from shoestring.state.reshard.topology import Topology
 from shoestring.train.objectives import CrossEntropy
 from shoestring.train.publish import Publish
+from shoestring.train.reducers.build import ReducerConfig, build_reducer
 from shoestring.train.step import Micro, Run
 
 PROMPT = "def main("
@@ -264,6 +266,26 @@ def resume_small(demo: Demo) -> None:
     train_on(run, copies, None)
 
 
+def share_small(demo: Demo) -> None:
+    """Train it on as two processes that send their gradients in 4 bits."""
+    program = "import sys; from shoestring.recipes.demo import train_shared; train_shared(sys.argv[1])"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, str(demo.folder / "train")],
+            env={**os.environ, **where, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [rank.communicate()[0] for rank in ranks]
+    codes = [rank.returncode for rank in ranks]
+    demo.log.say(f"  skipped: the processes ended with {codes}" if any(codes) else said[0].rstrip())
+
+
 def export_small(demo: Demo) -> None:
     """Export it as a folder for transformers, load it there and certify that it is the same model."""
     try:
@@ -345,6 +367,7 @@ STAGES: tuple[Callable[[Demo], None], ...] = (
     serve_small,
     publish_small,
     resume_small,
+    share_small,
     export_small,
     chat_pretrained,
     write_page,
@@ -369,6 +392,25 @@ def train_on(run: str, copies: str, kill_at: int | None) -> None:
         if step == kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
     cache.close(finished=True)
+
+
+def train_shared(run: str) -> None:
+    """Ten steps more of a trained run, as one of the replicas that the environment names."""
+    mesh = open_mesh(MeshConfig(replica=2, timeout_s=60), "cpu")
+    model = load_model(run, device="cpu", dtype=torch.float32).model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    say = print if mesh.is_main else lambda text: None
+    reducer = build_reducer(ReducerConfig("int4"), model, mesh, clip=1.0, seed=0, say=lambda text: say(f"  {text}"))
+    tokens, losses = torch.arange(65)[None] + mesh.rank, []
+    for _ in range(10):
+        loss = CrossEntropy()(model, Micro(tokens[:, :-1], tokens[:, 1:], tokens[:, :-1])) / 128
+        loss.backward()
+        reducer(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(2 * float(loss))
+    say(f"  the loss of this replica went from {losses[0]:.2f} to {losses[-1]:.2f} in {len(losses)} steps")
+    mesh.close()
 
 
 def quickened(cfg: Config) -> Config:
