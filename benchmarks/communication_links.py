@@ -46,7 +46,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.communication import BENCH, REPLICAS
 from benchmarks.communication_curves import CLIP, CONTEXT, DEMO_LR, EVERY, LR, PEER, VAL_ROWS, loss_of, new_model, texts
-from benchmarks.results import RESULTS, newest, record
+from benchmarks.results import RESULTS, newest, record, recorded
 from shoestring.errors import UserError, as_command
 from shoestring.evals.result_line import result_line
 from shoestring.mesh import Mesh, MeshConfig, open_mesh
@@ -377,7 +377,11 @@ def measure_unshaped(speeds: list[int], methods: list[str]) -> None:
 
 
 def record_times_to_loss() -> None:
-    """From the lines of both benches; what follows from them has the device and the commit of the step time."""
+    """From the lines of both benches; what follows from them has the device and the commit of the step time.
+
+    It replaces what followed before: a run that no longer reaches the loss leaves no line."""
+    kept = [n for n in recorded(BENCH) if n["metric"] != "time_to_loss" or n["config"].get("link") == "whole run"]
+    (RESULTS / f"{BENCH}.jsonl").write_text("".join(json.dumps(n) + "\n" for n in kept))
     lines = newest(BENCH)
     curves = {(n["case"], n["config"]["seed"]): n["quality"]["curve"] for n in lines if n["metric"] == "final_loss"}
     timed = {(n["case"], n["config"]["mbit"]): n for n in lines if n["metric"] == "step_ms"}

@@ -408,7 +408,7 @@ def train_shared(run: str) -> None:
         reducer(model)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(2 * float(loss))
+        losses.append(2 * float(loss.detach()))
     say(f"  the loss of this replica went from {losses[0]:.2f} to {losses[-1]:.2f} in {len(losses)} steps")
     mesh.close()
 
