@@ -74,7 +74,7 @@ lab: $(STAMP)
 lint: $(STAMP)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	MYPY_NUM_WORKERS=2 $(BIN)/mypy
+	$(BIN)/mypy
 	$(BIN)/lint-imports
 
 setup: $(STAMP)
