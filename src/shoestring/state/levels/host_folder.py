@@ -18,21 +18,22 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from shoestring.errors import UserError
-from shoestring.host.arena import Arena, is_locked, own_folder
+from shoestring.host.arena import Arena, SlotVersion, is_locked, own_folder
 from shoestring.host.checksums import damaged_chunks
 from shoestring.state.levels.version import HeldCopy, parse_index
 
 DEFAULT_BASE = "/dev/shm"
 AGENT_LOCK, AGENT_CONFIG, AGENT_LOG, FINISHED, STOP = "agent.lock", "agent.json", "agent.log", "finished", "stop"
 ArenaKind = Literal["rank", "replica", "parity"]
+T = TypeVar("T")
 _ARENA = re.compile(r"(rank|replica|parity)-([0-9]{5,})-of-([0-9]{5,})\.arena")
 
 
@@ -97,9 +98,21 @@ class ArenaCopy:
 
 def list_copies(folder: Path) -> tuple[list[ArenaCopy], list[str]]:
     """(copies in memory, what is wrong with files that cannot be used). Parities are no copies: xor_sets.py."""
-    copies: list[ArenaCopy] = []
+
+    def read(path: Path, slot_bytes: int, version: SlotVersion) -> ArenaCopy:
+        held = parse_index(version.index, slot_bytes, f"{path}, slot {version.slot}")
+        if held.step != version.step:
+            raise UserError(f"{path}, slot {version.slot}: record and index name different steps")
+        return ArenaCopy(path, version.slot, version.sequence, held)
+
+    return read_versions((p for p in arena_files(folder) if kind_of(p) != "parity"), read)
+
+
+def read_versions(paths: Iterable[Path], read: Callable[[Path, int, SlotVersion], T]) -> tuple[list[T], list[str]]:
+    """(`read(path, slot_bytes, version)` of every version in these arenas, what is wrong with the others)."""
+    found: list[T] = []
     problems: list[str] = []
-    for path in (p for p in arena_files(folder) if kind_of(p) != "parity"):
+    for path in paths:
         try:
             arena = Arena.open(path)
         except UserError as error:
@@ -107,14 +120,11 @@ def list_copies(folder: Path) -> tuple[list[ArenaCopy], list[str]]:
             continue
         for version in arena.versions():
             try:
-                held = parse_index(version.index, arena.slot_bytes, f"{path}, slot {version.slot}")
-                if held.step != version.step:
-                    raise UserError(f"{path}, slot {version.slot}: record and index name different steps")
-                copies.append(ArenaCopy(path, version.slot, version.sequence, held))
+                found.append(read(path, arena.slot_bytes, version))
             except UserError as error:
                 problems.append(str(error))
         arena.close()
-    return copies, problems
+    return found, problems
 
 
 @contextmanager

@@ -27,10 +27,10 @@ import torch
 from torch import Tensor
 
 from shoestring.errors import UserError
-from shoestring.host.arena import Arena
+from shoestring.host.arena import Arena, SlotVersion
 from shoestring.host.checksums import CHUNK_BYTES, checksums, damaged_chunks
 from shoestring.mesh import Mesh
-from shoestring.state.levels.host_folder import ArenaCopy, arena_files, arena_path, kind_of
+from shoestring.state.levels.host_folder import ArenaCopy, arena_files, arena_path, kind_of, read_versions
 from shoestring.state.levels.peers import PIECE_BYTES, Key, PeerLink, PeerSlot, exchange_headers, slot_to_send
 from shoestring.state.levels.restore import Offer, choose, everyone
 from shoestring.state.levels.version import HeldCopy, parse_index
@@ -133,23 +133,14 @@ def parse_parity(index: Mapping[str, Any], most_bytes: int, where: str) -> list[
 
 def list_parities(folder: Path, host: str) -> tuple[list[Parity], list[str]]:
     """(parities in the memory of this host, what is wrong with files that cannot be used)."""
-    found: list[Parity] = []
-    problems: list[str] = []
-    for path in (p for p in arena_files(folder) if kind_of(p) == "parity"):
-        try:
-            arena = Arena.open(path)
-        except UserError as error:
-            problems.append(str(error))
-            continue
-        for v in arena.versions():
-            try:
-                parse_parity(v.index, arena.slot_bytes, f"{path}, slot {v.slot}")
-                fields = {key: v.index[key] for key in ("step", "life", "position", "world_size", "segment_bytes")}
-                found.append(Parity(host, str(path), v.slot, v.sequence, **fields, members=tuple(v.index["members"])))
-            except UserError as error:
-                problems.append(str(error))
-        arena.close()
-    return found, problems
+
+    def read(path: Path, slot_bytes: int, version: SlotVersion) -> Parity:
+        index = version.index
+        parse_parity(index, slot_bytes, f"{path}, slot {version.slot}")
+        fields = {key: index[key] for key in ("step", "life", "position", "world_size", "segment_bytes")}
+        return Parity(host, str(path), version.slot, version.sequence, **fields, members=tuple(index["members"]))
+
+    return read_versions((p for p in arena_files(folder) if kind_of(p) == "parity"), read)
 
 
 def parity_damage(parity: Parity, pool: ThreadPoolExecutor) -> str | None:
