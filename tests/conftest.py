@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# On ARM, oneDNN takes 0.35 ms for a product of tiny fp32 matrices (16 x 64 x 128) that takes 0.02 ms without it.
+os.environ.setdefault("TORCH_MKLDNN_MATMUL_MIN_DIM", "4096")
 
 REPO = Path(__file__).resolve().parent.parent
 

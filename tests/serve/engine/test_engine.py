@@ -47,7 +47,7 @@ sampling_st = st.builds(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=16, deadline=None)
 @given(
     prompts=prompts_st,
     samplings=st.lists(sampling_st, min_size=5, max_size=5),
@@ -126,7 +126,7 @@ def test_without_a_seed_each_request_draws_its_own_and_says_it() -> None:
     assert again.token_ids == requests[0].new_tokens
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=16, deadline=None)
 @given(
     actions=st.lists(
         st.tuples(st.sampled_from(["add", "abort", "pause", "resume", "step", "step"]), st.integers(0, 30)), max_size=60

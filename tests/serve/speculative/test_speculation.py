@@ -68,7 +68,7 @@ def make_drafter(kind: str, seed: int) -> Drafter | None:
     return RandomLengths(DraftModel(draft_decoder(0.02), block_size=2), seed)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     stems=st.lists(st.lists(st.integers(0, 28), min_size=1, max_size=14), min_size=1, max_size=2),
     tails=st.lists(st.tuples(st.integers(0, 1), st.lists(st.integers(0, 28), max_size=5)), min_size=1, max_size=6),
