@@ -113,10 +113,14 @@ def main() -> None:
                 why_not = str(error)
         rate = offline(engine, num, **sizes)
         say(f"engine alone: {rate:,.0f} tokens/s")
+        rate_apart = offline(engine, num, apart=True, **sizes)
+        say(f"engine alone, texts that end one after the other: {rate_apart:,.0f} tokens/s")
         config = {"model": args.shape, "requests": num, "batch": num, "context": context, **sizes}
         kind: dict[str, Any] = {"bench": BENCH, "metric": "tokens", "unit": "tokens/s", "config": config}
         record(case="engine, offline", samples=[rate], **kind)
         kind |= {"baseline": "engine, offline", "baseline_value": rate}
+        ratio = rate_apart / rate
+        record(case="engine, texts that end one after the other", samples=[rate_apart], ratio=ratio, **kind)
         before = ours.thread_seconds()
         found = saturate(processes, ours.url, {**load, "model": folder.name, "prompt_ids": True})
         say(f"shoestring serve: {told(found)}; {found['rate'] / rate:.0%} of the engine")
@@ -175,18 +179,21 @@ def build_engine(folder: Path, num: int, context: int, device: torch.device, dty
     return engine
 
 
-def offline(engine: Engine, num: int, *, prompt_tokens: int, new_tokens: int) -> float:
-    """Tokens per second of the engine by itself, over three times as many texts as run at once."""
+def offline(engine: Engine, num: int, *, prompt_tokens: int, new_tokens: int, apart: bool = False) -> float:
+    """Tokens per second of the engine by itself, over three times as many texts as run at once. Texts that begin
+    together end together, and their prompts are read together; `apart`: they end one after the other, as under load."""
     draw, vocab = random.Random(1), engine.vocab_size
-    sampling = Sampling(max_tokens=new_tokens, ignore_eos=True)
 
     def texts(count: int) -> list[list[int]]:
         return [[draw.randrange(10, vocab) for _ in range(prompt_tokens)] for _ in range(count)]
 
-    engine.generate(texts(num), sampling)
-    prompts = texts(3 * num)
+    whole = Sampling(max_tokens=new_tokens, ignore_eos=True)
+    engine.generate(texts(num), whole)
+    prompts, samplings = texts(3 * num), [whole] * (3 * num)
+    if apart:
+        samplings[:num] = [replace(whole, max_tokens=draw.randint(1, new_tokens)) for _ in range(num)]
     began = time.perf_counter()
-    done = engine.generate(prompts, sampling)
+    done = engine.generate(prompts, samplings)
     return sum(len(c.token_ids) for c in done) / (time.perf_counter() - began)
 
 
@@ -361,7 +368,8 @@ def table() -> str:
         for n in lines
     ]
     header = ["", "texts at once", "tokens/s", "of the engine", "requests/s", "first token p50 / p99, ms"]
-    return markdown(header, rows) + provenance(lines)
+    notes = "".join(f"\n- {n['case']}: {n['note']}" for n in lines if n["note"])
+    return markdown(header, rows) + (f"\n{notes}" if notes else "") + provenance(lines)
 
 
 if __name__ == "__main__":
