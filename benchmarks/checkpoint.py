@@ -1,7 +1,7 @@
 """What saving a training state costs, and how fast it comes back: ours against torch.save and DCP, in one run.
 
     python -m benchmarks.checkpoint                 about 5 minutes on an H200 with 128 GiB of memory
-    python -m benchmarks.checkpoint --sizes 1b      one size; --measure saves or restore: one half of it
+    python -m benchmarks.checkpoint --sizes 1b      one size; --measure saves, sweep, restore, disk: parts of it
     python -m benchmarks.checkpoint --sizes tiny --device cpu
 
 Real training steps of a Llama-shaped decoder (bf16 compute, fp32 masters, fused AdamW); the state is masters and both
@@ -65,6 +65,7 @@ PCIE = 55e9  # bytes a second each way, measured on the H200 host (docs/design.m
 SAVE_EVERY_S = 60.0  # what lost_step_time refers to
 DISK_S = 25.0  # a save to disk may take so long; it is left out where less is left
 HUGE = "SHOESTRING_BENCH_HUGE"  # set where the copies are in a tmpfs with huge pages that was made for this run
+FLUSH_S = 12.0
 DCP_THREADS = 8  # that write: its default of one thread is several times slower
 CONTEXT = 2048
 
@@ -85,6 +86,7 @@ class Size:
 
 
 ALL = ("DCP sync", "DCP async, pinned", "torch.save", "DCP async, thread", "DCP async, process")  # the nearest first
+PARTS = ("saves", "sweep", "restore", "disk")
 SIZES = {
     "1b": Size(llama(2048, 16, 32, 8, 8192, CONTEXT), rows=16, micro=8, peers=ALL),
     "3b": Size(llama(3072, 28, 24, 8, 8192, CONTEXT), rows=16, micro=4, peers=("DCP sync", "DCP async, pinned")),
@@ -245,8 +247,7 @@ def process_group() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def peer(name: str, job: Job, folder: Path) -> tuple[Save, Callable[[], None]]:
-    """(the method, what to call at its end)."""
+def peer(name: str, job: Job, folder: Path) -> Save:
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
     from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
@@ -264,39 +265,43 @@ def peer(name: str, job: Job, folder: Path) -> tuple[Save, Callable[[], None]]:
         return dcp.FileSystemWriter(target, thread_count=DCP_THREADS)
 
     if name == "torch.save":
-        return Save(lambda: torch.save(fresh(), target.with_suffix(".pt"))), lambda: None
+        return Save(lambda: torch.save(fresh(), target.with_suffix(".pt")))
     if name == "DCP sync":
-        return Save(lambda: dcp.save(fresh(), storage_writer=writer())), lambda: None
-    stager: Any = None
+        return Save(lambda: dcp.save(fresh(), storage_writer=writer()))
     kind = AsyncCheckpointerType.THREAD if name.endswith("thread") else AsyncCheckpointerType.PROCESS
-    if name.endswith("pinned"):
-        stager = DefaultStager(StagingOptions(True, True, True, True))
+    pinned = name.endswith("pinned")
 
     def call() -> None:
+        # A new stager for every save: DCP closes the one it was given when the save is done.
+        stager = DefaultStager(StagingOptions(True, True, True, True)) if pinned else None
         options: dict[str, Any] = {"async_checkpointer_type": kind, "async_stager": stager}
         pending[:] = [dcp.async_save(fresh(), storage_writer=writer(), **options)]
 
     def upload() -> Any:
-        return pending[0].upload_completion if stager is not None else pending[0]
+        return pending[0].upload_completion if pinned else pending[0]
 
     def before_update() -> None:
-        if stager is not None:
+        if pinned:
             pending[0].staging_completion.result()
 
-    def close() -> None:
-        if stager is not None:
-            stager.close()
-
-    return Save(call, lambda: upload().done(), lambda: upload().result(), before_update), close
+    return Save(call, lambda: upload().done(), lambda: upload().result(), before_update)
 
 
 # -- one size ------------------------------------------------------------------------------------------------
 
 
 def run_size(
-    name: str, device: torch.device, scratch: Path, repeats: int, deadline: float, peers_on: str, parts: list[str]
+    name: str,
+    device: torch.device,
+    scratch: Path,
+    repeats: int,
+    deadline: float,
+    peers_on: str,
+    parts: list[str],
+    methods: list[str] | None,
 ) -> None:
     size = fitting(SIZES[name], scratch)
+    size = replace(size, peers=tuple(methods or size.peers))
     job = Job(size, device)
     job.timed(2)
     step_s = min(job.timed(3), job.timed(3))
@@ -318,6 +323,7 @@ def run_size(
         found.place = str(saver.place)
         if "saves" in parts:
             found.add("ours, memory", measure(job, ours(job, saver, ("memory",), folder), step_s, repeats + 1, 30.0))
+        if "sweep" in parts:
             found.sweep = sweep_steps(job, saver, folder, state_bytes)
         if "restore" in parts:
             last = ours(job, saver, ("memory",), folder)
@@ -328,13 +334,16 @@ def run_size(
         saver.let_go()
         if device.type == "cuda":
             torch.cuda.empty_cache()
+        if "restore" in parts:
+            wait_for_flush(folder, job.run.step)
         while "restore" in parts and len(found.restores) < 2:
             if found.restores and deadline - time.monotonic() < 3 * DISK_S:
                 break
             found.restores.append(restore_in_new_process(name, size, device, folder))
             assert found.restores[-1]["fingerprint"] == expected, (expected, found.restores)
         if "saves" in parts:
-            measure_peers(job, scratch, step_s, deadline, found)
+            measure_peers(job, scratch, step_s, repeats, deadline, found)
+        if "disk" in parts:
             measure_disk(job, folder, step_s, deadline, found)
     finally:  # what was measured before an interrupt counts
         record_rows(name, config, found)
@@ -357,7 +366,7 @@ class Found:
         show(case, row)
 
 
-def measure_peers(job: Job, scratch: Path, step_s: float, deadline: float, found: Found) -> None:
+def measure_peers(job: Job, scratch: Path, step_s: float, repeats: int, deadline: float, found: Found) -> None:
     where = memory_base() if found.peers_on == "memory" else scratch
     peers = Path(tempfile.mkdtemp(prefix="shoestring-peers-", dir=where))
     try:
@@ -368,11 +377,10 @@ def measure_peers(job: Job, scratch: Path, step_s: float, deadline: float, found
                     continue
                 gc.collect()
                 try:
-                    method, close = peer(case, job, peers)
+                    times = 2 if "async" in case and repeats > 1 else 1
                     with warnings.catch_warnings():
                         warnings.simplefilter("ignore")
-                        found.add(case, measure(job, method, step_s, 2 if "async" in case else 1, 40.0))
-                    close()
+                        found.add(case, measure(job, peer(case, job, peers), step_s, times, 40.0))
                 except Exception as error:
                     found.failures[case] = f"{type(error).__name__}: {error}"[:200]
                     print(f"{case} failed: {found.failures[case]}", flush=True)
@@ -420,6 +428,16 @@ def sweep_steps(job: Job, saver: LevelCheckpointer, folder: Path, state_bytes: i
         print("  step/PCIe {:.2f}: stall {:.1f} ms, {:.0f} ms lost a save".format(*found[-1]), flush=True)
     job.micros, job.num_micros = micros, whole
     return found
+
+
+def wait_for_flush(folder: Path, step: int) -> None:
+    """The agent writes the newest version to disk when a trainer is gone; most of it is done when the next one is up."""
+    deadline = time.monotonic() + FLUSH_S
+    while time.monotonic() < deadline:
+        status = read_status(host_folder(folder))
+        if status is not None and any(row["step"] == step for row in status.drains):
+            return
+        time.sleep(0.1)
 
 
 def restore_in_new_process(name: str, size: Size, device: torch.device, folder: Path) -> dict[str, Any]:
@@ -573,7 +591,8 @@ def main() -> None:
     parser.add_argument("--most-seconds", type=float, default=450.0, help="peers that would begin later are left out")
     parser.add_argument("--peers", choices=("memory", "disk"), default="memory", help="where peers write")
     parser.add_argument("--huge", action="store_true", help="copies in a tmpfs with huge pages, mounted for it (root)")
-    parser.add_argument("--measure", nargs="+", choices=("saves", "restore"), default=["saves", "restore"])
+    parser.add_argument("--measure", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--peer", nargs="+", choices=ALL, help="methods to compare with (default: those of the size)")
     parser.add_argument("--restore", type=Path, help="(started by this script)")
     parser.add_argument("--layers", type=int, help="(started by this script)")
     parser.add_argument("--here", action="store_true", help="(started by this script: one size, in this process)")
@@ -592,7 +611,16 @@ def main() -> None:
             deadline = time.monotonic() + options.most_seconds
             if options.huge:
                 mount_huge(scratch / "memory")
-            run_size(options.sizes[0], device, scratch, options.repeats, deadline, options.peers, options.measure)
+            run_size(
+                options.sizes[0],
+                device,
+                scratch,
+                options.repeats,
+                deadline,
+                options.peers,
+                options.measure,
+                options.peer,
+            )
         finally:
             remove_host_folder(host_folder(scratch / "run"))
             subprocess.run(["umount", str(scratch / "memory")], capture_output=True)
@@ -604,6 +632,7 @@ def main() -> None:
         command = [sys.executable, "-m", "benchmarks.checkpoint", "--here", "--sizes", name]
         command += ["--device", str(device), "--repeats", str(options.repeats), "--most-seconds", str(max(left, 1.0))]
         command += ["--peers", options.peers, "--measure", *options.measure, *(["--huge"] if options.huge else [])]
+        command += ["--peer", *options.peer] if options.peer else []
         if subprocess.run(command).returncode:
             print(f"{name} failed", flush=True)
     print(f"{time.monotonic() - began:.0f} s")
