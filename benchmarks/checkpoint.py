@@ -431,7 +431,7 @@ def sweep_steps(job: Job, saver: LevelCheckpointer, folder: Path, state_bytes: i
 
 
 def wait_for_flush(folder: Path, step: int) -> None:
-    """The agent writes the newest version to disk when a trainer is gone; most of it is done when the next one is up."""
+    """When a trainer is gone, the agent writes the newest version to disk: most of it before the next trainer is up."""
     deadline = time.monotonic() + FLUSH_S
     while time.monotonic() < deadline:
         status = read_status(host_folder(folder))
@@ -517,8 +517,8 @@ def record_rows(name: str, config: dict[str, Any], found: Found) -> None:
 def last_run(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The lines of each model's newest run. Step times differ between runs, so one line does not replace another."""
 
-    def subject(n: dict[str, Any]) -> tuple[str, bool]:
-        return n["config"]["model"], n["metric"] == "restore_gbps"
+    def subject(n: dict[str, Any]) -> tuple[str, bool, bool]:
+        return n["config"]["model"], n["metric"] == "restore_gbps", n["case"].endswith(", sweep")
 
     of = {subject(n): (n["commit"], n["config"]["step_ms"]) for n in lines}
     return [n for n in lines if of[subject(n)] == (n["commit"], n["config"]["step_ms"])]
