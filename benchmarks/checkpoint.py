@@ -65,7 +65,7 @@ PCIE = 55e9  # bytes a second each way, measured on the H200 host (docs/design.m
 SAVE_EVERY_S = 60.0  # what lost_step_time refers to
 DISK_S = 25.0  # a save to disk may take so long; it is left out where less is left
 HUGE = "SHOESTRING_BENCH_HUGE"  # set where the copies are in a tmpfs with huge pages that was made for this run
-FLUSH_S = 12.0
+FLUSH_S = 6.0
 DCP_THREADS = 8  # that write: its default of one thread is several times slower
 CONTEXT = 2048
 
