@@ -26,7 +26,16 @@ from shoestring.kernels.experts.expert_linear import (
     row_experts_ref,
     row_experts_usable,
 )
-from shoestring.kernels.experts.route import MOST_ROWS, combine, combine_ref, num_slots, route, route_ref
+from shoestring.kernels.experts.route import (
+    MOST_ROWS,
+    combine,
+    combine_ref,
+    num_slots,
+    route,
+    route_ref,
+    router_logits,
+    router_logits_ref,
+)
 from shoestring.kernels.lowbit.chunk_layout import ChunkLayout
 from shoestring.kernels.lowbit.few_rows import SLOT_ROWS, ExpertChoice, FewRowsPlan, choose_expert_plan
 from shoestring.kernels.lowbit.lowbit_linear import decode_chunks_ref
@@ -39,6 +48,12 @@ def check_route(device: str = "cpu", dtype: torch.dtype = torch.float32) -> None
     g = torch.Generator().manual_seed(0)
     for rows, num, top_k, renormalize in ((1, 128, 8, True), (16, 128, 8, True), (5, 12, 3, False), (16, 4, 4, False)):
         logits = torch.randn(rows, num, generator=g).to(device, dtype)
+        if num < 100:
+            x, router = (torch.randn(n, 300, generator=g).to(device, dtype) for n in (rows, num))
+            for norm in (None, torch.rand(300, generator=g).to(device, dtype)):
+                exact = router_logits_ref(*(None if t is None else t.double() for t in (x, router, norm)), 1e-5)
+                got, plain = (f(x, router, norm, 1e-5) for f in (router_logits, router_logits_ref))
+                assert rms(got, exact) <= 2 * rms(plain, exact) + 1e-5
         for capacity in (None, SLOT_ROWS):
             got, want = (f(logits, top_k, renormalize, capacity) for f in (route, route_ref))
             assert torch.equal(got.experts_S, want.experts_S) and torch.equal(got.place_RK, want.place_RK)
@@ -222,11 +237,14 @@ def test_packed_kernel_on_a_gpu(label: str) -> None:
         exact = dataclasses.replace(routing, members_SC=routing.members_SC.clamp(0, rows - 1))
         for shape in ((rows, 1152), (len(routing.experts_S), SLOT_ROWS, 1152)):
             x = torch.randn(*shape, device="cuda").to(BF16)
-            for swiglu in (False, True):
-                got = lowbit_expert_linear(x, chunks, table, layout, 9, routing, swiglu)[there]
-                want = lowbit_expert_linear_ref(x.double(), weight.double(), exact, swiglu)[there]
-                plain = lowbit_expert_linear_ref(x, weight.to(BF16), exact, swiglu)[there]
-                assert rms(got, want) <= 2 * rms(plain, want), (rows, shape, swiglu)
+            for swiglu, norm in ((False, None), (True, None), (True, torch.rand(1152, device="cuda").to(BF16))):
+                if norm is not None and len(shape) == 3:
+                    continue  # a norm is before the first product
+                given = (swiglu, norm, 1e-5)
+                got = lowbit_expert_linear(x, chunks, table, layout, 9, routing, *given)[there]
+                want = lowbit_expert_linear_ref(x.double(), weight.double(), exact, *given)[there]
+                plain = lowbit_expert_linear_ref(x, weight.to(BF16), exact, *given)[there]
+                assert rms(got, want) <= 2 * rms(plain, want), (rows, shape, given[0])
 
 
 @pytest.mark.gpu

@@ -13,7 +13,13 @@ from shoestring.kernels.lowbit import fp8_linear as fp8
 
 def check(device: str = "cpu", dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.float32)) -> None:
     g = torch.Generator().manual_seed(0)
-    for rows, width, outs, label in [(1, 72, 130, "fp8"), (5, 300, 200, "fp8:b128"), (17, 256, 3, "fp8:b128:bfloat16")]:
+    for rows, width, outs, label in [
+        (1, 80, 130, "fp8"),
+        (1, 72, 9, "fp8"),
+        (1, 272, 130, "fp8:b128"),
+        (5, 300, 200, "fp8:b128"),
+        (17, 256, 3, "fp8:b128:bfloat16"),
+    ]:
         parts = parse_format(label).encode(torch.randn(outs, width, generator=g), {})
         codes, scale = parts["codes"].to(device), parts["scale"].to(device)
         for dtype in dtypes:

@@ -80,9 +80,19 @@ def expert_linear(x: Tensor, weight_ENI: Tensor, experts_S: Tensor, swiglu: bool
     return y_SRN
 
 
-def lowbit_expert_linear_ref(x: Tensor, weight_ENI: Tensor, routing: Routing, swiglu: bool = False) -> Tensor:
+def lowbit_expert_linear_ref(
+    x: Tensor,
+    weight_ENI: Tensor,
+    routing: Routing,
+    swiglu: bool = False,
+    norm_I: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
     """y [S, C, N]; x [R, I], or [S, C, I]."""
     assert routing.members_SC is not None
+    if norm_I is not None:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        x = F.rms_norm(x.to(wide), x.shape[-1:], norm_I.to(wide), eps).to(x.dtype)
     x_SCI = x if x.ndim == 3 else x[routing.members_SC.long()]
     return expert_linear_ref(x_SCI, weight_ENI, routing.experts_S, swiglu)
 
@@ -95,6 +105,8 @@ def lowbit_expert_linear(
     num_experts: int,
     routing: Routing,
     swiglu: bool = False,
+    norm_I: Tensor | None = None,
+    eps: float = 0.0,
 ) -> Tensor:
     """As lowbit_expert_linear_ref with packed weights, `chunks` of all experts, one after the other; chooses the
     kernel, which leaves places without a row as they are. The routing has slots of SLOT_ROWS places."""
@@ -102,9 +114,10 @@ def lowbit_expert_linear(
         assert routing.counts_S is not None
         members = routing.members_SC if x.ndim == 2 else None
         return few_rows_experts_cuda(
-            x, chunks, table, layout, num_experts, routing.experts_S, routing.counts_S, members, swiglu=swiglu
-        )
-    return lowbit_expert_linear_ref(x, _decode(x, chunks, table, layout, num_experts), routing, swiglu)
+            x, chunks, table, layout, num_experts, routing.experts_S, routing.counts_S, members,
+            swiglu=swiglu, norm_K=norm_I, eps=eps,
+        )  # fmt: skip
+    return lowbit_expert_linear_ref(x, _decode(x, chunks, table, layout, num_experts), routing, swiglu, norm_I, eps)
 
 
 def kernel_usable(x: Tensor) -> bool:

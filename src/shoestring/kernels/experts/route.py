@@ -20,6 +20,7 @@ from shoestring.kernels.runtime.triton_backend import next_power_of_2, triton_us
 
 MOST_ROWS = 16  # that one program routes; also of the products
 COMBINE_BLOCK = 512
+ROUTER_BLOCK = 256  # inputs at a time, of several rows
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,31 @@ class Routing:
     weight_RK: Tensor  # fp32
     counts_S: Tensor | None = None  # int32: rows of a slot, and which they are; None: a slot has a place for every row
     members_SC: Tensor | None = None
+
+
+def router_logits_ref(x_RD: Tensor, router_ED: Tensor, norm_D: Tensor | None = None, eps: float = 0.0) -> Tensor:
+    wide = torch.promote_types(x_RD.dtype, torch.float32)
+    x = x_RD.to(wide)
+    if norm_D is not None:
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * norm_D.to(wide)
+    return x @ router_ED.to(wide).mT
+
+
+def router_logits(x_RD: Tensor, router_ED: Tensor, norm_D: Tensor | None = None, eps: float = 0.0) -> Tensor:
+    """[norm] x through the router, in fp32 [R, E], for up to MOST_ROWS rows; chooses the kernel."""
+    if not triton_usable(x_RD):
+        return router_logits_ref(x_RD, router_ED, norm_D, eps)
+    from shoestring.kernels.experts.route_triton import _router_logits_kernel
+
+    (rows, width), num = x_RD.shape, len(router_ED)
+    assert 0 < rows <= MOST_ROWS and x_RD.is_contiguous() and router_ED.is_contiguous()
+    out_RE = torch.empty(rows, num, dtype=torch.float32, device=x_RD.device)
+    block = min(next_power_of_2(width), ROUTER_BLOCK if rows > 1 else 1024)
+    _router_logits_kernel[(num,)](
+        x_RD, router_ED, norm_D, out_RE, eps, rows, num,
+        WIDTH=width, ROWS=next_power_of_2(rows), BLOCK=block, **pdl_options(x_RD), num_warps=4,
+    )  # fmt: skip
+    return out_RE
 
 
 def choose_experts(logits_RE: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:

@@ -1,10 +1,43 @@
 # mypy: disallow-untyped-defs=False
-"""The kernels of kernels/experts/route.py: one program routes all rows; one program sums a piece of a row."""
+"""The kernels of kernels/experts/route.py: a program computes one expert's logits, routes all rows, or sums a piece of
+a row."""
 
 import triton
 import triton.language as tl
 
 TAKEN = tl.constexpr(-2.0)  # in place of a chance that was chosen; below that of experts that do not exist
+
+
+@triton.jit
+def _router_logits_kernel(
+    x, weight, norm, out, eps, num_rows, num_experts,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    e, r, k = tl.program_id(0), tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    w_at, x_at = weight + e * WIDTH + k, x + r[:, None] * WIDTH + k[None, :]
+    acc = tl.zeros((ROWS, BLOCK), tl.float32)
+    squares = tl.zeros((ROWS, BLOCK), tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    w = tl.load(w_at, mask=k < WIDTH, other=0.0).to(tl.float32)  # which no kernel before writes
+    if norm is not None:
+        w *= tl.load(norm + k, mask=k < WIDTH, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    for start in range(0, WIDTH, BLOCK):
+        inside = start + k < WIDTH
+        ahead = start + BLOCK + k < WIDTH
+        next_w = tl.load(w_at + start + BLOCK, mask=ahead, other=0.0).to(tl.float32)
+        if norm is not None:
+            next_w *= tl.load(norm + start + BLOCK + k, mask=ahead, other=0.0).to(tl.float32)
+        x_k = tl.load(x_at + start, mask=(r < num_rows)[:, None] & inside[None, :], other=0.0).to(tl.float32)
+        acc += x_k * w[None, :]
+        squares += x_k * x_k
+        w = next_w
+    z = tl.sum(acc, 1)
+    if norm is not None:
+        z *= 1.0 / tl.sqrt(tl.sum(squares, 1) / WIDTH + eps)
+    tl.store(out + r * num_experts + e, z, mask=r < num_rows)
 
 
 @triton.jit

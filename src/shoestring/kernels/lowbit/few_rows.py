@@ -40,7 +40,8 @@ class ExpertChoice:
 
     @property
     def shared_bytes(self) -> int:
-        return ceil_div(8 * self.num + 4 * self.top_k, 16) * 16 if self.top_k else 0
+        keys = ceil_div(self.num, 8) * 8
+        return ceil_div(4 * (keys + self.num + self.top_k), 16) * 16 if self.top_k else 0
 
     def macros(self) -> dict[str, int]:
         return {
@@ -366,20 +367,20 @@ def choose_expert_plan(
     if choice.sum:
         wide = width * choice.top_k
         wanted = min(ceil_div(tiles, limits.num_sms), max(1, 16 // choice.top_k))
-        k_warps = choice.top_k * max(1, 8 // (choice.top_k * wanted))
-        depth = min(8, max(3, ceil_div(chunks * choice.top_k, k_warps) + 1))
+        k_warps = choice.top_k * max(1, 16 // (choice.top_k * wanted))
+        depth = min(8, max(3, ceil_div(chunks * choice.top_k, k_warps) + 1))  # all of a warp's chunks at once
         plans = [FewRowsPlan(wanted, k_warps, 1, d, int8_mma=int8_mma, half_sm=1) for d in range(depth, 2, -1)]
     elif choice.top_k:
         wanted = min(12, ceil_div(ceil_div(slots * tiles, limits.num_sms), 2) * 2)
         pair = 1 if wanted <= 6 else 2
-        plans = [FewRowsPlan(wanted // pair, 2, pair, d, int8_mma=int8_mma, half_sm=1) for d in (6, 5, 4, 3)]
+        plans = [FewRowsPlan(wanted // pair, 2, pair, d, int8_mma=int8_mma, half_sm=1) for d in (4, 3)]
     else:
-        plans = [FewRowsPlan(6, 2 if width >= 2048 else 1, 2, int8_mma=int8_mma, half_sm=1)]
+        plans = [FewRowsPlan(4, 1, 2, d, int8_mma=int8_mma, half_sm=1) for d in (4, 3)]
 
     def runs(plan: FewRowsPlan) -> bool:
         if choice.sum and (plan.k_warps % choice.top_k or width % CHUNK_WIDTH):
             return False
-        shared = plan.shared_bytes(layout, rows, wide) + choice.shared_bytes
+        shared = plan.shared_bytes(layout, rows, wide, norm=swiglu) + choice.shared_bytes
         return plan.runs(layout, rows, wide, False, swiglu, limits) and shared <= less_than_half(limits)
 
     plan = next(filter(runs, plans), None)
@@ -404,21 +405,23 @@ def few_rows_experts_cuda(
     plan: FewRowsPlan | None = None,
     *,
     swiglu: bool = False,
+    norm_K: Tensor | None = None,
+    eps: float = 0.0,
 ) -> Tensor:
-    """y [S, SLOT_ROWS, out]: the first `counts` rows of each slot times the weight of its expert. The rows are those
-    that `members` names of x [rows, in], or x is [S, SLOT_ROWS, in]. `chunks` holds the weights of all experts, one
-    after the other. What a slot does not have is not written."""
+    """y [S, SLOT_ROWS, out]: [norm of] the first `counts` rows of each slot times the weight of its expert. They are
+    those of x [rows, in] that `members` names, or x is [S, SLOT_ROWS, in]. `chunks` holds the weights of all experts,
+    one after the other. What a slot does not have is not written."""
     slots, tiles = len(experts_S), len(chunks) // num_experts
     choice, out = ExpertChoice(), tiles * CHUNK_ROWS
     limits = device_limits(x.device.index)
     assert (members_SC is None) == (x.ndim == 3) and experts_S.dtype == counts_S.dtype == torch.int32
     plan = plan or choose_expert_plan(layout, out, x.shape[-1], slots, swiglu, choice, limits)
     assert plan is not None
+    if norm_K is not None and (plan.panel or plan.split > 1):
+        x, norm_K = F.rms_norm(x.float(), x.shape[-1:], norm_K.float(), eps).to(x.dtype), None
     y = torch.empty(slots, SLOT_ROWS, out // (2 if swiglu else 1), dtype=x.dtype, device=x.device)
-    given = experts_S, counts_S, members_SC
-    _launch_experts(
-        x, chunks, table, layout, tiles, plan, choice, given, y, SLOT_ROWS, (*plan.grid(out)[:2], slots), swiglu
-    )
+    given, grid = (experts_S, counts_S, members_SC), (*plan.grid(out)[:2], slots)
+    _launch_experts(x, chunks, table, layout, tiles, plan, choice, given, y, SLOT_ROWS, grid, swiglu, norm_K, eps)
     return y
 
 

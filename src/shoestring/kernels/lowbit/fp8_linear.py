@@ -18,15 +18,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shoestring.hardware.device import device_limits
+from shoestring.kernels.runtime.pdl import pdl_options
 from shoestring.kernels.runtime.triton_backend import next_power_of_2, triton_usable
 
 MOST_ROWS = 64
 BLOCK = 128  # of a scale
-OUTS, WARPS, STAGES = 64, 4, 4  # outputs of a program
-PROGRAMS_PER_SM, MOST_SPLITS = 3, 8
-DECODE = "words"
+OUTS, WARPS, STAGES = 128, 8, 4  # outputs of a program
+PROGRAMS_PER_SM, MOST_SPLITS = 2, 8
+SUM_BLOCK = 1024  # outputs of a program that sums parts
 DENSE_STEP = 2048  # weights of a program that decodes
-ROW_OUTS, ROW_STEP = 4, 2048  # outputs of a program and inputs at a time, of one row
+ROW_OUTS, ROW_STEP, ROW_WARPS = 4, 512, 4  # outputs of a program and words at a time, of one row
 
 
 def fp8_values(codes: Tensor) -> Tensor:
@@ -77,30 +78,46 @@ def fp8_linear(x_MK: Tensor, codes_NK: Tensor, scale: Tensor, bias: Tensor | Non
     """As fp8_linear_ref, with the scales applied to sums instead of weights; chooses the kernel."""
     if not fp8_linear_usable(x_MK):
         return F.linear(x_MK, fp8_dense(codes_NK, scale, x_MK.dtype), bias)
-    from shoestring.kernels.lowbit.fp8_linear_triton import _fp8_linear_kernel, _fp8_row_kernel
-
     (num_rows, num_in), num_out = x_MK.shape, codes_NK.shape[0]
     assert codes_NK.shape[1] == num_in and codes_NK.dtype == torch.uint8 and codes_NK.is_contiguous()
-    by_row = tuple(scale.shape) == (num_out, 1)
-    if num_rows == 1:
-        y_1N = torch.empty(1, num_out, device=x_MK.device, dtype=x_MK.dtype)
-        _fp8_row_kernel[(-(-num_out // ROW_OUTS),)](
-            x_MK.contiguous(), codes_NK, scale.contiguous(), bias, y_1N, num_out, scale.shape[1],
-            WIDTH=num_in, OUTS=ROW_OUTS, STEP=min(ROW_STEP, next_power_of_2(num_in)), BLOCK=BLOCK, BY_ROW=by_row,
-            DECODE="cast" if converts(x_MK.device) else "bits", num_warps=WARPS,
-        )  # fmt: skip
-        return y_1N
+    x_MK, scale = x_MK.contiguous(), scale.contiguous()
+    if num_rows == 1 and num_in % 16 == 0:
+        return _one_row(x_MK, codes_NK, scale, bias)
+    from shoestring.kernels.lowbit import fp8_linear_triton as kernels
+
     splits = num_splits(num_out, num_in, x_MK.device)
-    dtype = x_MK.dtype if splits == 1 else torch.float32
-    out_SMN = torch.empty(splits, num_rows, num_out, device=x_MK.device, dtype=dtype)
-    bf16 = x_MK.dtype == torch.bfloat16
-    _fp8_linear_kernel[(-(-num_out // OUTS), splits)](
-        x_MK.contiguous(), codes_NK, scale.contiguous(), bias, out_SMN, num_rows, num_out, num_in, scale.shape[1],
-        ROWS=max(16, next_power_of_2(num_rows)), OUTS=OUTS, BLOCK=BLOCK, BY_ROW=by_row,
-        BF16=bf16, SPLITS=splits, DECODE=DECODE if bf16 and converts(x_MK.device) else "bits",
-        num_warps=WARPS, num_stages=STAGES,
+    out_SMN = x_MK.new_empty(splits, num_rows, num_out, dtype=x_MK.dtype if splits == 1 else torch.float32)
+    sizes = {"ROWS": max(16, next_power_of_2(num_rows)), "OUTS": OUTS, "BLOCK": BLOCK, "SPLITS": splits}
+    sizes |= {"BY_ROW": tuple(scale.shape) == (num_out, 1), "num_warps": WARPS, "num_stages": STAGES}
+    grid, pdl = (-(-num_out // OUTS), splits), pdl_options(x_MK)
+    if x_MK.dtype == torch.bfloat16 and num_in % 16 == 0 and converts(x_MK.device):
+        x_M4J = x_MK.unflatten(1, (-1, 4)).mT.contiguous()
+        words, numbers = codes_NK.view(torch.int32), (num_rows, num_out, num_in // 4, scale.shape[1])
+        kernels._fp8_planes_kernel[grid](x_M4J, words, scale, bias, out_SMN, *numbers, **sizes, **pdl)
+    else:
+        numbers = num_rows, num_out, num_in, scale.shape[1]
+        bf16 = x_MK.dtype == torch.bfloat16
+        kernels._fp8_linear_kernel[grid](x_MK, codes_NK, scale, bias, out_SMN, *numbers, BF16=bf16, **sizes)
+    if splits == 1:
+        return out_SMN[0]
+    y_MN = torch.empty_like(out_SMN[0], dtype=x_MK.dtype)
+    grid = (-(-y_MN.numel() // SUM_BLOCK), 1)
+    kernels._sum_parts_kernel[grid](out_SMN, y_MN, y_MN.numel(), SPLITS=splits, BLOCK=SUM_BLOCK, **pdl)
+    return y_MN
+
+
+def _one_row(x_1K: Tensor, codes_NK: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    from shoestring.kernels.lowbit.fp8_linear_triton import _fp8_row_kernel
+
+    num_out, num_in = codes_NK.shape
+    y_1N = torch.empty(1, num_out, device=x_1K.device, dtype=x_1K.dtype)
+    _fp8_row_kernel[(-(-num_out // ROW_OUTS),)](
+        x_1K, codes_NK.view(torch.int32), scale, bias, y_1N, num_out, scale.shape[1],
+        WORDS=num_in // 4, OUTS=ROW_OUTS, STEP=min(ROW_STEP, next_power_of_2(num_in // 4)), BLOCK=BLOCK,
+        BY_ROW=tuple(scale.shape) == (num_out, 1), CAST=converts(x_1K.device),
+        **pdl_options(x_1K), num_warps=ROW_WARPS,
     )  # fmt: skip
-    return out_SMN[0] if splits == 1 else out_SMN.sum(0).to(x_MK.dtype)
+    return y_1N
 
 
 def converts(device: torch.device) -> bool:

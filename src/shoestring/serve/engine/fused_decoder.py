@@ -477,8 +477,8 @@ class FusedDecoder:
         self, x_TD: Tensor, read_TD: Tensor, owed: Tensor | None, layer: _Layer, experts: FusedExperts
     ) -> Tensor:
         norm = layer.norms.get("mlp_norm")
-        if read_TD is x_TD and owed is None and norm is not None and norm.rms and experts.takes_row(x_TD):
-            return experts.row(x_TD, norm.weight, norm.eps)
+        if read_TD is x_TD and owed is None and norm is not None and norm.rms and experts.fuses_norm(x_TD):
+            return experts.with_norm(x_TD, norm.weight, norm.eps)
         normed_TD = self._normed(read_TD, owed, norm)
         return experts(x_TD, normed_TD)
 

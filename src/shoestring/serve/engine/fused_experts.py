@@ -1,9 +1,10 @@
 """A layer's experts for serving: the same function as `MixtureOfExperts.forward`, without waiting for the choice.
 
 Few rows (decoding) run over slots (kernels/experts/route.py): router, choice, gate and up with SwiGLU, down, and the
-sum with the residual are five kernels, whichever experts are chosen, so a CUDA graph can hold them. One row with packed
-weights takes three: the products choose by the router's logits, and the second one sums. More rows (prefill) are
-sorted by expert and go through torch's grouped product; packed weights are decoded for it.
+sum with the residual are five kernels, whichever experts are chosen, so a CUDA graph can hold them. With packed weights
+the norm before is part of them, and one row takes three: its products choose by the router's logits, and the second
+one sums. More rows (prefill) are sorted by expert and go through torch's grouped product; packed weights are decoded
+for it.
 
 The weights of all experts are stacked in one tensor, of which the layers' own weights become views
 (fused_decoder.merge_linears).
@@ -25,12 +26,12 @@ from shoestring.formats.linear import local
 from shoestring.kernels.activation.glu import glu
 from shoestring.kernels.experts.expert_linear import (
     expert_linear,
+    kernel_usable,
     lowbit_expert_linear,
     row_experts,
     row_experts_usable,
 )
-from shoestring.kernels.experts.route import MOST_ROWS, choose_experts, combine, route
-from shoestring.kernels.gemv.row_linear import row_linear
+from shoestring.kernels.experts.route import MOST_ROWS, choose_experts, combine, route, router_logits
 from shoestring.kernels.lowbit.few_rows import SLOT_ROWS
 from shoestring.kernels.lowbit.lowbit_linear import decode_chunks
 from shoestring.model.transformer import MixtureOfExperts, Mlp
@@ -104,8 +105,6 @@ class FusedExperts:
             gate_1D, up, down = self.shared
             x_TD = x_TD + F.linear(normed_TD, gate_1D).sigmoid() * down(glu(up(normed_TD)))
         num_rows = len(normed_TD)
-        if self._has_row_kernels(normed_TD):
-            return self._row(normed_TD, x_TD, None, 0.0)
         if num_rows <= MOST_ROWS:
             return self._few(x_TD, normed_TD)
         if num_rows <= FEW_TILES * MOST_ROWS:
@@ -113,41 +112,35 @@ class FusedExperts:
             return torch.cat([self._few(x, normed) for x, normed in pairs])
         return self._many(x_TD, normed_TD)
 
-    def takes_row(self, x_TD: Tensor) -> bool:
-        """Whether `row` computes this."""
-        return self.shared is None and self._has_row_kernels(x_TD)
+    def fuses_norm(self, x_TD: Tensor) -> bool:
+        """Whether `with_norm` computes this."""
+        packed = self.up.weight is None and self.down.weight is None
+        return packed and self.shared is None and len(x_TD) <= MOST_ROWS and kernel_usable(x_TD)
 
-    def row(self, x_1D: Tensor, norm_D: Tensor, eps: float) -> Tensor:
-        """x + experts(norm(x)) of one row."""
-        return self._row(x_1D, x_1D, norm_D, eps)
-
-    def _has_row_kernels(self, x_TD: Tensor) -> bool:
-        if len(x_TD) != 1 or self.up.weight is not None or self.down.weight is not None:
-            return False
-        up, down = self.up.chunked(x_TD.shape[1]), self.down.chunked(self.d_ff)
-        return row_experts_usable(x_TD, up, down, self.num, self.top_k, self.d_ff)
-
-    def _row(self, x_1D: Tensor, residual_1D: Tensor, norm_D: Tensor | None, eps: float) -> Tensor:
-        logits = self.logits(x_1D, norm_D, eps)
-        products = self.up.chunked(x_1D.shape[1]), self.down.chunked(self.d_ff)
-        return row_experts(x_1D, logits, *products, self.top_k, self.renormalize, norm_D, eps, residual_1D)
+    def with_norm(self, x_TD: Tensor, norm_D: Tensor, eps: float) -> Tensor:
+        """x + experts(norm(x))."""
+        return self._few(x_TD, x_TD, norm_D, eps)
 
     def logits(self, x_TD: Tensor, norm_D: Tensor | None = None, eps: float = 0.0) -> Tensor:
-        """What the choice is made of, [T, E]; of one row in fp32, and behind a norm where one is given."""
-        if len(x_TD) > 1:
+        """What the choice is made of, [T, E]; of few rows in fp32, and behind a norm where one is given."""
+        if len(x_TD) > MOST_ROWS:
             return F.linear(x_TD, self.router_ED)
-        return row_linear(x_TD, self.router_ED, norm_K=norm_D, eps=eps, out_dtype=torch.float32)
+        return router_logits(x_TD, self.router_ED, norm_D, eps)
 
-    def _few(self, x_TD: Tensor, normed_TD: Tensor) -> Tensor:
-        logits = self.logits(normed_TD)
+    def _few(self, x_TD: Tensor, read_TD: Tensor, norm_D: Tensor | None = None, eps: float = 0.0) -> Tensor:
+        """x + experts([norm] read)."""
+        logits = self.logits(read_TD, norm_D, eps)
         if self.up.weight is not None and self.down.weight is not None:
+            assert norm_D is None
             routing = route(logits, self.top_k, self.renormalize)
             products = [w.unflatten(0, (self.num, -1)) for w in (self.up.weight, self.down.weight)]
-            inner_STF = expert_linear(normed_TD, products[0], routing.experts_S, swiglu=True)
+            inner_STF = expert_linear(read_TD, products[0], routing.experts_S, swiglu=True)
             return combine(x_TD, expert_linear(inner_STF, products[1], routing.experts_S), routing)
+        up, down = self.up.chunked(read_TD.shape[1]), self.down.chunked(self.d_ff)
+        if row_experts_usable(read_TD, up, down, self.num, self.top_k, self.d_ff):
+            return row_experts(read_TD, logits, up, down, self.top_k, self.renormalize, norm_D, eps, x_TD)
         routing = route(logits, self.top_k, self.renormalize, SLOT_ROWS)
-        up, down = self.up.chunked(normed_TD.shape[1]), self.down.chunked(self.d_ff)
-        inner_SCF = lowbit_expert_linear(normed_TD, *up, self.num, routing, swiglu=True)
+        inner_SCF = lowbit_expert_linear(read_TD, *up, self.num, routing, True, norm_D, eps)
         return combine(x_TD, lowbit_expert_linear(inner_SCF, *down, self.num, routing), routing)
 
     def _many(self, x_TD: Tensor, normed_TD: Tensor) -> Tensor:
