@@ -89,6 +89,11 @@ def test_prepared_trained_and_timed_by_three_calls(tmp_path: Path, monkeypatch: 
     assert sum(row.startswith("| LK |") for row in rows) == 2, "the timed line stands for both"
     assert drafter.batches().count(" to ") == 14 + 1  # a row a load, and the header
 
+    before = len(results.newest("drafter"))
+    call(drafter_speed.main, "--repeats", "1", "--batches", "1", "--sampled-only", "--temperatures", "0.7")
+    added = results.newest("drafter")[before:]
+    assert {(n["config"]["batch"], n["config"]["text"]) for n in added} == {(1, "drawn at 0.7")} and len(added) == 3
+
 
 def test_who_serves() -> None:
     def row(case: str, budget: str, drafter: str) -> dict[str, Any]:
