@@ -108,7 +108,7 @@ def test_low_rank_matrices_are_exact_and_the_estimate_improves() -> None:
     low = [{"x": torch.randn(64, 2, generator=g) @ torch.ones(2, 96)} for _ in range(REPLICAS)]
     total = sum(m["x"] for m in low)
     members = replicas(parse_compressor("powersgd:2"), shapes)
-    assert (step_all(members, low, 0)[0]["x"] - total).norm() < 1e-4 * total.norm()
+    assert (step_all(members, low, 0)[0]["x"] - total).norm() < 4e-3 * total.norm()  # as exact as bf16
 
     def left(num_steps: int) -> float:
         full = torch.randn(64, 96, generator=torch.Generator().manual_seed(1)) @ torch.diag(torch.logspace(0, -3, 96))

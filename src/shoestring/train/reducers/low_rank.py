@@ -3,7 +3,8 @@
     P = sum_i M_i Q,   P <- orthonormal(P),   Q = sum_i M_i^T P,   total = P Q^T,   error_i = M_i - P (M_i^T P)^T
 
 One step of power iteration; Q is kept for the next step. The error is that of this replica's own part, where the paper
-has the mean over replicas: both add up to the same, and ours is smaller.
+has the mean over replicas: both add up to the same, and ours is smaller. P and Q are sent in bf16: any P will do as
+long as all replicas have the same one, and what Q loses goes into the error.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ import torch
 from torch import Tensor
 
 from shoestring.train.reducers.compressor import At, Compressor, Sum
-from shoestring.train.reducers.quantizers import PLAIN
+from shoestring.train.reducers.quantizers import ACCOUNTED_BF16, PLAIN
 from shoestring.train.reducers.rounds import Exchange, together
 
+WIRE = ACCOUNTED_BF16
 MIN_RATE = 2  # smaller savings are not worth an error
 
 
@@ -61,12 +63,12 @@ class PowerSGD(Compressor):
         matrices = [x.reshape(self._matrix(x.shape)) for x in xs]
         kept = orthonormal_all([at.memory["q"] for at in ats])
         started = [m @ q for m, q in zip(matrices, kept, strict=True)]
-        ps = orthonormal_all((yield from PLAIN.sums(started, ats[0])))
+        ps = orthonormal_all([p.total for p in (yield from _summed(started, ats[0]))])
         mine = [m.T @ p for m, p in zip(matrices, ps, strict=True)]
-        qs = yield from PLAIN.sums(mine, ats[0])
-        torch._foreach_copy_([at.memory["q"] for at in ats], qs)
+        qs = yield from _summed(mine, ats[0])
+        torch._foreach_copy_([at.memory["q"] for at in ats], [q.total for q in qs])
         return [
-            Sum(self.decode(p, q).view(x.shape), m.addmm_(p, own.T, alpha=-1).view(x.shape))
+            Sum(self.decode(p, q.total).view(x.shape), m.addmm_(p, (own - q.error).T, alpha=-1).view(x.shape))
             for x, m, p, q, own in zip(xs, matrices, ps, qs, mine, strict=True)
         ]
 
@@ -80,7 +82,7 @@ class PowerSGD(Compressor):
     def sent_bytes(self, shape: torch.Size, size: int) -> int:
         if not self.fits(shape):
             return PLAIN.sent_bytes(shape, size)
-        return sum(PLAIN.sent_bytes(torch.Size([n * self.rank]), size) for n in self._matrix(shape))
+        return sum(WIRE.sent_bytes(torch.Size([n * self.rank]), size) for n in self._matrix(shape))
 
     def begin(self, x: Tensor, at: At) -> None:
         if self.fits(x.shape) and "q" not in at.memory:
@@ -89,6 +91,14 @@ class PowerSGD(Compressor):
 
     def _matrix(self, shape: torch.Size) -> tuple[int, int]:
         return (shape[0], shape[1:].numel()) if len(shape) > 1 else (1, shape.numel())
+
+
+def _summed(factors: Sequence[Tensor], at: At) -> Exchange[list[Sum]]:
+    """As one tensor: they are small."""
+    joined = yield from WIRE.exchange(torch.cat([f.flatten() for f in factors]), at)
+    sizes = [f.numel() for f in factors]
+    parts = zip(joined.total.split(sizes), joined.error.split(sizes), factors, strict=True)
+    return [Sum(total.view(f.shape), error.view(f.shape)) for total, error, f in parts]
 
 
 def orthonormal(a_NR: Tensor) -> Tensor:

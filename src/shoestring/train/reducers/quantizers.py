@@ -91,9 +91,10 @@ class Quantizer(Compressor):
 
 @dataclass(frozen=True)
 class Float(Quantizer):
-    """fp32 (exact) or bf16: summed in fp32 all the same."""
+    """fp32 (exact) or bf16: summed in fp32 all the same. `accounts`: what rounding loses is given back as the error."""
 
     dtype: torch.dtype = torch.float32
+    accounts: bool = False
     block = 1
 
     @property
@@ -105,6 +106,12 @@ class Float(Quantizer):
             return as_bytes(rows_RN)
         limit = torch.finfo(self.dtype).max  # the largest fp32 numbers would round to infinity
         return as_bytes(rows_RN.clamp(-limit, limit).to(self.dtype))
+
+    def encode_with_error(self, rows_RN: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
+        if not self.accounts:
+            return super().encode_with_error(rows_RN, noise)
+        wire = self.encode(rows_RN)
+        return wire, rows_RN - self.decode(wire, rows_RN.shape[1])
 
     def decode(self, wire_RB: Tensor, num: int) -> Tensor:
         return from_bytes(wire_RB, self.dtype).float()
@@ -195,6 +202,7 @@ class BlockCodes(Quantizer):
 
 PLAIN = Float()
 BF16 = Float(torch.bfloat16)
+ACCOUNTED_BF16 = Float(torch.bfloat16, accounts=True)
 INT8 = BlockCodes("int8", 8)
 INT4 = BlockCodes("int4", 4)
 REPLY = BlockCodes("int8 at random", 8, stochastic=True)
