@@ -320,7 +320,8 @@ def run_size(
     folder = scratch / "run"
     try:
         saver = open_ours(job, folder)
-        found.place = str(saver.place)
+        in_memory = str(saver.place).startswith(str(memory_base()))
+        found.place = f"tmpfs{' with huge pages' if HUGE in os.environ else ''}" if in_memory else "a file on disk"
         if "saves" in parts:
             found.add("ours, memory", measure(job, ours(job, saver, ("memory",), folder), step_s, repeats + 1, 30.0))
         if "sweep" in parts:
@@ -539,7 +540,8 @@ def table() -> str:
         rows.append([case, size, stall_text(stall["value"]), ratio, f"{max(lost['value'], 0.0):.2g} %"])
     head = ["case", "state", "stall of a save", "less than DCP sync", "step time lost at one save a minute"]
     restores = [n for n in lines if n["metric"] == "restore_gbps"]
-    text = "; ".join(f"{n['case'].split(',')[0]} {n['value']:.3g} GB/s" for n in restores)
+    huge = {n["case"]: " (tmpfs with huge pages)" if n["config"].get("pages") == "huge" else "" for n in restores}
+    text = "; ".join(f"{n['case'].split(',')[0]} {n['value']:.3g} GB/s{huge[n['case']]}" for n in restores)
     steps = "; ".join(
         f"{m}: {c['tokens']:,} tokens and {c['step_ms']:g} ms a step"
         for m, c in {n["config"]["model"]: n["config"] for n in shown}.items()
