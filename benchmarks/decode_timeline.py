@@ -67,13 +67,11 @@ CASES: dict[str, tuple[str, ModelSpec, str, str]] = {
 }
 VARIANTS = [
     RowStepPlan(),
-    RowStepPlan(at_once=1),
-    RowStepPlan(share_keys=64),
     RowStepPlan(share_keys=128),
-    RowStepPlan(long_ahead=4),
-    RowStepPlan(early_keys=64),
-    RowStepPlan(watched=2048),
-    RowStepPlan(watched=8192),
+    RowStepPlan(share_keys=64),
+    RowStepPlan(early_keys=16),
+    RowStepPlan(early_keys=256),
+    RowStepPlan(run=2),
 ]
 WRONG = 0.08  # relative distance of two steps in bf16, with random weights
 

@@ -22,12 +22,11 @@
 // Macros: D_MODEL D_FF HEADS GROUPS (key heads) DIM (of a head) VOCAB   PAGE positions to a block of keys   BLOCKS of the
 //   grid   WARPS   SLOTS of a warp's ring, SLOT bytes each   SLICE inputs of a row for a warp, at most (CODED_SLICE: of 8-bit codes)   SPLITS shares of
 //   the keys, at most   SHARE_KEYS keys that are worth a share   SHORT_KEYS up to which a block takes one query head
-//   EARLY_KEYS of a block are asked for when the layer begins   LONG_AHEAD keys that a thread asks for at once, with many keys
+//   EARLY_KEYS of a block, of more than those, are asked for when the layer begins
 //   HEAD 1: with the head, of dense weights; 2: of 8-bit codes with a scale (HEAD_SCALE16: bf16) and a zero for each row;
 //   0: the residual stream is the result   HEAD_NORM 0 or 1   NORM32, HEAD_NORM32 1: norm weights in fp32
 //   CHUNKED: RUN chunks of a piece   LOG_MODEL, LOG_ATTENDED, LOG_INNER of the warps that share rows of D_MODEL, ATTENDED and
 //   D_FF inputs
-//   ROWS_AT_ONCE of dense weights that a warp multiplies; 0: by their width
 //   WATCHED inputs from which on one warp looks for them first   SPIN nanoseconds between two looks at a word
 //   STAMPS 1: write times
 #define THREADS (WARPS * 32)
@@ -233,21 +232,22 @@ INLINE void watch(const Step& s, const uint2* in, const u32 tag, const int width
 INLINE float square_of(const u32 pair) { return widen_low(pair) * widen_low(pair) + widen_high(pair) * widen_high(pair); }
 
 // Four inputs at a time, from words of this tag or `plain` numbers, to where `store` puts them; and the sum of their squares.
-// A thread asks for 8 times 16 bytes before it waits, and those of a warp lie side by side.
+// A thread asks for all of its words before it waits (for up to 8 times 16 bytes); those of a warp lie side by side.
 template <class Store> INLINE void take_inputs(Step& s, const uint2* in, const u16* plain, const u32 tag, const int quads,
                                                const bool normed, Store store) {
     if (!plain) watch(s, in, tag, quads * 4);
     float square = 0.f;
+    constexpr int each = least(8, (WIDEST / 4 + THREADS - 1) / THREADS);
     #pragma unroll 1
-    for (int e = threadIdx.x; e < quads; e += THREADS * 8) {
-        uint4 got[8];
+    for (int e = threadIdx.x; e < quads; e += THREADS * each) {
+        uint4 got[each];
         #pragma unroll
-        for (int u = 0; u < 8; u++) {
+        for (int u = 0; u < each; u++) {
             const int q = e + u * THREADS;
             if (q < quads && !plain) got[u] = load_now4(in + 2 * q);
         }
         #pragma unroll
-        for (int u = 0; u < 8; u++) {
+        for (int u = 0; u < each; u++) {
             const int q = e + u * THREADS;
             if (q >= quads) continue;
             const uint2 x = plain ? load_now2(plain + 4 * q) : await_words(in + 2 * q, tag, got[u]);
@@ -329,71 +329,46 @@ INLINE void multiply_dense(Step& s, const int kind, const uint2* in, const u16* 
         inputs = add_lanes(inputs, 32);
         if (s.lane == 0 && s.warp < slices) s.inputs[slice] = inputs;
     }
-    // Some rows at once: their sums over the lanes wait for each other less. A row that is not there counts as the last one.
-    constexpr int at_once = ROWS_AT_ONCE ? ROWS_AT_ONCE : pieces <= 4 ? 4 : 2, lanes = 32 / at_once;
-    const int apart = WARPS >> log;
     #pragma unroll 1
-    for (int row = s.warp >> log; row < rows; row += apart * at_once) {
-        uint4 got[at_once][pieces];
+    for (int row = s.warp >> log; row < rows; row += WARPS >> log) {
+        const char* const piece = s.ring + s.stream.await();
+        // All loads first, without branches: one must not wait for the sums of another. What lies behind a shorter piece is
+        // older weights or zeros, and x is 0 there.
+        uint4 got[pieces];
         #pragma unroll
-        for (int r = 0; r < at_once; r++) {
-            if (row + r * apart < rows) {
-                const char* const piece = s.ring + s.stream.await();
-                // All loads first, without branches: one must not wait for the sums of another. What lies behind a shorter
-                // piece is older weights or zeros, and x is 0 there.
-                #pragma unroll
-                for (int p = 0; p < pieces; p++)
-                    if (!CHUNKED || (p * 32 + s.lane) * each < PART) got[r][p] = *(const uint4*)(piece + (p * 32 + s.lane) * 16);
-                    else got[r][p] = make_uint4(0, 0, 0, 0);
-                __syncwarp();  // all have read the piece
-                s.owed = row + (r + 1) * apart >= rows;
-                if (!s.owed) s.stream.reuse();
-            } else {
-                #pragma unroll
-                for (int p = 0; p < pieces; p++) got[r][p] = got[0][p];
-            }
+        for (int p = 0; p < pieces; p++) {
+            got[p] = make_uint4(0, 0, 0, 0);
+            if (!CHUNKED || (p * 32 + s.lane) * each < PART) got[p] = *(const uint4*)(piece + (p * 32 + s.lane) * 16);
         }
-        float sum[at_once];
+        float sum[pieces];
         #pragma unroll
-        for (int r = 0; r < at_once; r++) {
-            float of[pieces];
-            #pragma unroll
-            for (int p = 0; p < pieces; p++) {
-                of[p] = 0.f;
+        for (int p = 0; p < pieces; p++) {
+            sum[p] = 0.f;
 #if CHUNKED && HEAD == 2
-                const u32 words[4] = {got[r][p].x, got[r][p].y, got[r][p].z, got[r][p].w};
-                int sum_high = 0, sum_low = 0;
-                #pragma unroll
-                for (int i = 0; i < 4; i++) {  // codes less 128
-                    const int codes = (int)(words[i] ^ 0x80808080u);
-                    sum_high = __dp4a(codes, (int)high[p][i], sum_high), sum_low = __dp4a(codes, (int)low[p][i], sum_low);
-                }
-                of[p] = ((float)sum_high + (float)sum_low * (1.f / LOW_UNITS)) * unit[p];
+            const u32 words[4] = {got[p].x, got[p].y, got[p].z, got[p].w};
+            int sum_high = 0, sum_low = 0;
+            #pragma unroll
+            for (int i = 0; i < 4; i++) {  // codes less 128
+                const int codes = (int)(words[i] ^ 0x80808080u);
+                sum_high = __dp4a(codes, (int)high[p][i], sum_high), sum_low = __dp4a(codes, (int)low[p][i], sum_low);
+            }
+            sum[p] = ((float)sum_high + (float)sum_low * (1.f / LOW_UNITS)) * unit[p];
 #else
-                float w[8];
-                eight(w, got[r][p]);
-                #pragma unroll
-                for (int i = 0; i < 8; i++) of[p] += w[i] * x[p][i];
+            float w[8];
+            eight(w, got[p]);
+            #pragma unroll
+            for (int i = 0; i < 8; i++) sum[p] += w[i] * x[p][i];
 #endif
-            }
-            #pragma unroll
-            for (int apart = 1; apart < pieces; apart *= 2)
-                #pragma unroll
-                for (int p = 0; p + apart < pieces; p += 2 * apart) of[p] += of[p + apart];
-            sum[r] = of[0];
         }
-        // Half of the lanes go on with half of the rows, until each has one.
         #pragma unroll
-        for (int half = at_once / 2, bit = 16; half; half /= 2, bit /= 2)
+        for (int apart = 1; apart < pieces; apart *= 2)
             #pragma unroll
-            for (int r = 0; r < half; r++) {
-                const bool second = s.lane & bit;
-                const float keep = second ? sum[r + half] : sum[r], give = second ? sum[r] : sum[r + half];
-                sum[r] = keep + __shfl_xor_sync(~0u, give, bit);
-            }
-        const float total = add_lanes(sum[0], lanes);
-        const int mine = row + s.lane / lanes * apart;
-        if (s.lane % lanes == 0 && mine < rows) s.part[mine * slices + slice] = total;
+            for (int p = 0; p + apart < pieces; p += 2 * apart) sum[p] += sum[p + apart];
+        const float total = add_lanes(sum[0], 32);
+        if (s.lane == 0) s.part[row * slices + slice] = total;
+        __syncwarp();  // all have read the piece
+        s.owed = row + (WARPS >> log) >= rows;
+        if (!s.owed) s.stream.reuse();
     }
 }
 
@@ -622,11 +597,11 @@ template <int H> struct Keys {
     INLINE u64 place_of(const int* table, const int at) const { return place_of(table[at / PAGE], at); }
 };
 // They come from memory behind the weights that were asked for before; so they are asked for when the layer begins.
-template <int H> INLINE void ask_for_keys(const Layer& layer, const int* table, const int position) {
+template <int H> INLINE void ask_for_keys(const Layer& layer, const int* table, const int position, const int most_keys) {
     constexpr int lines = (DIM * 2 + 127) / 128;
     const Keys<H> mine(position, (int)layer.window);
     #pragma unroll 1
-    for (int e = threadIdx.x; e < min(mine.count, EARLY_KEYS) * lines; e += THREADS) {
+    for (int e = threadIdx.x; e < min(mine.count, most_keys) * lines; e += THREADS) {
         const u64 from = mine.place_of(table, mine.first + e / lines) + e % lines * 64;
         prefetch(layer.keys + from), prefetch(layer.values + from);
     }
@@ -926,12 +901,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_step(
         stamp_at(kind == Head || kind == Qkv ? 0 : kind + 1);
         const int at = live ? position : 0, seen = layer.window && (int)layer.window <= at ? (int)layer.window - 1 : at;
         const bool by_head = HEADS <= BLOCKS && seen <= SHORT_KEYS;  // then a block takes one query head
-        if (kind == Qkv && by_head) ask_for_keys<1>(layer, table, at);
-        else if (kind == Qkv) ask_for_keys<SHARED>(layer, table, at);
+        if (kind == Qkv && by_head) ask_for_keys<1>(layer, table, at, SHORT_KEYS);
+        else if (kind == Qkv) ask_for_keys<SHARED>(layer, table, at, EARLY_KEYS);
         product(s, kind, in, kind == Qkv && l == 0 ? x : nullptr, in_tag, norm, bias, out, tag, (float*)result, residual);
         stamp_at(1);
         if (kind == Qkv && by_head) attend<1, 8>(s, layer, here, tag, table, at, live, scale, head_eps);
-        else if (kind == Qkv) attend<SHARED, LONG_AHEAD>(s, layer, here, tag, table, at, live, scale, head_eps);
+        else if (kind == Qkv) attend<SHARED, 2>(s, layer, here, tag, table, at, live, scale, head_eps);
         if (kind == Down || kind == Head) l++, kind = Qkv;
         else kind++;
     }

@@ -127,14 +127,12 @@ class RowStepPlan:
     splits: int = 16  # shares of the keys of a request and head, at most
     share_keys: int = 256  # keys that are worth a share
     short_keys: int = 512  # keys up to which a block takes one query head, not all that share a key head
-    early_keys: int = 512  # keys that a block asks for when the layer begins
-    long_ahead: int = 2  # keys of a thread that it asks for at once, where there are more than short_keys
+    early_keys: int = 64  # keys that a block asks for when the layer begins, of more than short_keys; of fewer: all
     spin: int = 0  # nanoseconds between two looks at a word
     dependent: int = 1  # 1: started while the kernel before drains
     cooperative: int = 1  # 1: all blocks are placed at once
     watched: int = 4096  # inputs from which on one warp looks for them before all others do
     run: int = 4  # chunks of a piece of packed weights, at most
-    at_once: int = 0  # rows of dense weights that a warp multiplies together; 0: by their width
 
     def dense_slice(self, shape: StepShape) -> int:
         if self.slice:
@@ -318,10 +316,8 @@ def row_step_macros(shape: StepShape, plan: RowStepPlan, limits: DeviceLimits, s
         "HEAD_NORM32": int(shape.head_norm_dtype == torch.float32),
         "SHORT_KEYS": plan.short_keys,
         "EARLY_KEYS": plan.early_keys,
-        "LONG_AHEAD": plan.long_ahead,
         "SPIN": plan.spin,
         "WATCHED": plan.watched,
-        "ROWS_AT_ONCE": plan.at_once,
         "STAMPS": int(stamps),
     }
 
