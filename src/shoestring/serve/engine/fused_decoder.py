@@ -19,6 +19,7 @@ Shapes: T rows, D model width, H query heads, G key/value heads, V vocabulary, L
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -265,6 +266,7 @@ class FusedDecoder:
         self.head = self._head(model)
         # The step of one row as one kernel, for the KV cache of this number of moves; None: it does not run here.
         self._row_step: tuple[KVCache, int, RowStep | None] | None = None
+        self.one_kernel_until = math.inf  # tokens of context up to which it is the faster way; known when it is made
 
     @torch.no_grad()
     def rewrite_copies(self, model: Decoder) -> None:
@@ -371,10 +373,12 @@ class FusedDecoder:
         return _sum(x_TD, delta)
 
     def row_logits(
-        self, tokens_T: Tensor, rows: RowPlacement, cache: KVCache, skip: SkipSet | None, last_T: Tensor
+        self, tokens_T: Tensor, rows: RowPlacement, cache: KVCache, skip: SkipSet | None, last_T: Tensor, long: bool
     ) -> Tensor:
-        """As `logits` after `hidden`; a single row in one kernel, where that runs (kernels/step/row_step.py)."""
-        step = self._one_kernel(cache) if len(tokens_T) == 1 and rows.single and skip is None else None
+        """As `logits` after `hidden`; a single row in one kernel, where that runs (kernels/step/row_step.py), unless
+        the context is `long` for it."""
+        alone = len(tokens_T) == 1 and rows.single and skip is None and not long
+        step = self._one_kernel(cache) if alone else None
         if step is None:
             return self.logits(self.hidden(tokens_T, rows, cache, skip, last_T))
         out = step(self.embed.rows(tokens_T, last_T, self.dtype), rows.tables_LW, rows.tiles[0].tiles_L4)
@@ -413,6 +417,7 @@ class FusedDecoder:
         plan = None if layouts else choose_plan(layers, head, layout)  # one layout for all
         if plan is None:
             return None
+        self.one_kernel_until = plan.longest or math.inf
         first = self.layers[0]
         eps = first.norms["attn_norm"].eps, first.head_norm[2], self.norm.eps
         return RowStep(layers, head, *eps, layout=layout, plan=plan)

@@ -28,7 +28,9 @@ Shapes: N requests, Q rows each, R = N Q rows, W blocks per table, V vocabulary.
 
 from __future__ import annotations
 
+import functools
 import gc
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -168,7 +170,8 @@ class GraphCache:
     ) -> DecodeGraph:
         num, each = self.padded(spans)
         kind, id = sampling_kind(samplings), "" if skip is None else skip.id
-        graph = self.graph((num, each, kind, id), spans, lambda: DecodeGraph(self, num, each, kind, skip))
+        long = num * each == 1 and spans[0].stop > self.fused.one_kernel_until
+        graph = self.graph((num, each, kind, id, long), spans, lambda: DecodeGraph(self, num, each, kind, skip, long))
         ids: Sequence[int] | None
         if isinstance(tokens, Tensor):
             assert len(tokens) == len(spans) and all(s.num == 1 for s in spans)
@@ -188,8 +191,10 @@ class GraphCache:
 
     def capture_decode(self, num: int, each: int, kind: SamplingKind, skip: SkipSet | None = None) -> None:
         """Make the graph of such a step now, unless it exists."""
-        key = (num, each, kind, "" if skip is None else skip.id)
-        self.find(key, num, lambda: DecodeGraph(self, num, each, kind, skip))
+        for long in (False, True):  # the first tells whether there is a second
+            if not long or (num * each == 1 and self.fused.one_kernel_until < math.inf):
+                key = (num, each, kind, "" if skip is None else skip.id, long)
+                self.find(key, num, functools.partial(DecodeGraph, self, num, each, kind, skip, long))
 
     def graph(self, key: tuple[object, ...], spans: Sequence[RowSpan], make: Callable[[], CapturedStep]) -> Any:
         """The graph of this key, made when first needed, with block tables and KV cache ready for these rows."""
@@ -391,9 +396,16 @@ class DecodeGraph(CapturedStep):
     """Every request has the same number of rows, and a token is chosen after each. It adds a tile per request."""
 
     def __init__(
-        self, owner: GraphCache, num_requests: int, rows_each: int, kind: SamplingKind, skip: SkipSet | None
+        self,
+        owner: GraphCache,
+        num_requests: int,
+        rows_each: int,
+        kind: SamplingKind,
+        skip: SkipSet | None,
+        long: bool = False,
     ) -> None:
-        self.rows_each, num_rows = rows_each, num_requests * rows_each
+        """`long`: a context beyond FusedDecoder.one_kernel_until."""
+        self.rows_each, self.long, num_rows = rows_each, long, num_requests * rows_each
         self.num_splits = splits_for(num_requests, owner.fused.spec.num_kv_heads)
         super().__init__(owner, num_requests, num_rows, num_rows, 2 * num_requests, kind, skip)
 
@@ -404,7 +416,7 @@ class DecodeGraph(CapturedStep):
         tiles_N4 = self._numbers[self._own_at :].view(torch.int32).view(self.num_requests, 4)
         tiles = AttentionTiles(tiles_N4, self.rows_each, self.num_splits)
         rows = RowPlacement(position, slot, owner.tables(self.num_requests), (tiles,))
-        logits = owner.map_logits(owner.fused.row_logits(given, rows, owner.cache, self.skip, last))
+        logits = owner.map_logits(owner.fused.row_logits(given, rows, owner.cache, self.skip, last, self.long))
         if self.kind == "logits":
             self.logits = logits
         else:
