@@ -13,8 +13,9 @@ import torch
 
 pytest.importorskip("transformers")
 
-from benchmarks.models import ARCHITECTURES, measure
+from benchmarks.models import ARCHITECTURES, difference, forward_choice, forward_with, measure, tiny_peer
 from shoestring.kernels.lowbit.w4a8 import unusable
+from shoestring.model import load_model
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -71,3 +72,16 @@ def test_the_benchmark_of_models_stays_below_its_bounds(name: str) -> None:
     found = {f.path: f for f in measure(name, torch.device("cpu"))}
     assert {"prefill", "decode", "packed int8"} <= set(found) and "fused" in found
     assert all(f.value <= f.bound for f in found.values()), found
+
+
+def test_a_choice_of_experts_can_be_given(tmp_path: Path) -> None:
+    """What the benchmark compares steps in bf16 with: the own choice changes nothing, another one does."""
+    tiny_peer("qwen3_moe").save_pretrained(tmp_path)
+    model, tokens = load_model(tmp_path).model, torch.arange(1, 13)[None]
+    with torch.no_grad():
+        logits, choice = forward_choice(model, tokens)
+        assert difference(forward_with(model, tokens, choice), logits) < 1e-6
+        other = choice.clone()
+        other[1, 5] = (choice[1, 5] + 1) % 4
+        changed = (forward_with(model, tokens, other) - logits).abs().amax(-1)
+    assert (changed[:5] < 1e-5).all() and changed[5] > 1e-2
