@@ -85,3 +85,11 @@ GENERATED_OR_LONG = {"design.md", "support.md", "benchmarks.md"}  # the house pl
 def test_pages_for_users_are_short(page: Path) -> None:
     """What one looks up belongs in docs/reference/, what was tried in experiments/."""
     assert page.name in GENERATED_OR_LONG or len(prose(page).split()) <= 1400
+
+
+def test_the_tutorial_has_every_stage_of_the_demo() -> None:
+    recipe = (REPO / "src/shoestring/recipes/demo.py").read_text()
+    stages = re.search(r"^STAGES.*?= \((.*?)^\)", recipe, flags=re.MULTILINE | re.DOTALL)
+    assert stages is not None
+    told = re.findall(r"^(\d+)\. \*\*", (REPO / "docs/tutorial.md").read_text(), flags=re.MULTILINE)
+    assert [int(number) for number in told] == list(range(1, 1 + len(stages[1].split())))
