@@ -264,6 +264,7 @@ def test_a_quick_demo_does_less_where_nothing_else_is_said() -> None:
     assert demo.QUICK["max_mb"] < demo.Config().max_mb and demo.QUICK["eval_tokens"] < demo.Config().eval_tokens
     told = demo.time_spent({"train small": 400.0, "write page": 0.2, "chat pretrained": 500.0})
     assert "15.0 minutes: chat pretrained 500 s, train small 400 s." in told and "quick=true" in told
+    assert "quick=true" not in demo.time_spent({"train small": 900.0}, quick=True)
 
 
 def test_the_demo_in_miniature(

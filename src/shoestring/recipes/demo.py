@@ -148,7 +148,7 @@ def main(cfg: Config) -> Path:
         began = time.perf_counter()
         stage(demo)
         seconds[stage.__name__.replace("_", " ")] = time.perf_counter() - began
-    log.say(time_spent(seconds))
+    log.say(time_spent(seconds, cfg.quick))
     log.close()
     return folder
 
@@ -419,12 +419,12 @@ def quickened(cfg: Config) -> Config:
     return replace(cfg, **{key: small for key, small in QUICK.items() if getattr(cfg, key) == getattr(usual, key)})
 
 
-def time_spent(seconds: dict[str, float]) -> str:
-    """What the demo took, the longest stages first; and a way to less, where it took long."""
+def time_spent(seconds: dict[str, float], quick: bool = False) -> str:
+    """What the demo took, the longest stages first; and a way to less, where it took long and there is one."""
     longest = sorted(seconds.items(), key=lambda item: -item[1])
     parts = ", ".join(f"{name} {took:.0f} s" for name, took in longest if took >= 1)
     total = sum(seconds.values())
-    hint = "\nToo long? shoestring demo quick=true does less of everything." if total > 600 else ""
+    hint = "\nToo long? shoestring demo quick=true does less of everything." if total > 600 and not quick else ""
     return f"\nThe demo took {total / 60:.1f} minutes: {parts}.{hint}"
 
 
