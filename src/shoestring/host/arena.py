@@ -124,11 +124,6 @@ class Arena:
 
     # -- slots -----------------------------------------------------------------------------------------------
 
-    @property
-    def in_huge_pages(self) -> bool:
-        """Whether the file is in a tmpfs that was mounted with huge pages."""
-        return os.fstat(self._fd).st_blksize >= ALIGN
-
     def slot_begin(self, slot: int) -> int:
         """The offset of a slot's bytes in the file."""
         whole = file_bytes(self.num_slots, self.index_bytes, self.slot_bytes)

@@ -50,20 +50,6 @@ class HostBuffers(Generic[Key]):
         return self.used_by is None or self.used_by() is None
 
 
-@contextlib.contextmanager
-def page_locked(memory: Tensor) -> Iterator[None]:
-    """Copies to a GPU that are launched inside read this memory directly; they have to end inside, too."""
-    cudart = torch.cuda.cudart()
-    error = int(cudart.cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
-    if error:
-        log.warning("host memory is not page-locked (CUDA error %d): copies take longer", error)
-    try:
-        yield
-    finally:
-        if not error:
-            cudart.cudaHostUnregister(memory.data_ptr())
-
-
 class StagingBuffer:
     """Host memory that is filled and then copied from; page-locked by `lock`, after its pages are there."""
 

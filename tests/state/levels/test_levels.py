@@ -69,9 +69,7 @@ def resumed(folder: Path, **options: Any) -> tuple[Any, list[bytes], list[str]]:
 
 
 @pytest.mark.usefixtures("no_agent")
-@pytest.mark.parametrize("huge", [False, True])
-def test_a_run_resumes_from_memory_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, huge: bool) -> None:
-    monkeypatch.setattr(Arena, "in_huge_pages", huge)
+def test_a_run_resumes_from_memory_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshot, "CHUNK_BYTES", 1000)  # so that tensors cross chunks
     begin(tmp_path / "run", 7).let_go()
     run, bits, said = resumed(tmp_path / "run")
@@ -80,11 +78,7 @@ def test_a_run_resumes_from_memory_bit_for_bit(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.usefixtures("no_agent")
-@pytest.mark.parametrize("huge", [False, True])
-def test_the_other_slot_serves_where_one_is_damaged_and_only_when_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, huge: bool
-) -> None:
-    monkeypatch.setattr(Arena, "in_huge_pages", huge)
+def test_the_other_slot_serves_where_one_is_damaged_and_only_when_told(tmp_path: Path) -> None:
     begin(tmp_path / "run", 7).let_go()
     path = arena_files(host_folder(tmp_path / "run"))[0]
     arena = Arena.open(path)

@@ -27,8 +27,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoestring.errors import UserError
-from shoestring.host.checksums import RunningSum, checksum
-from shoestring.host.page_locked import StagingBuffers, page_locked
+from shoestring.host.checksums import RunningSum
+from shoestring.host.page_locked import StagingBuffers
 from shoestring.mesh import Mesh
 from shoestring.state.boxes import Box, local_box
 from shoestring.state.checkpoint import agree, step_folders
@@ -50,7 +50,6 @@ from shoestring.state.storage import HostReader, SafeReader
 NEAREST = ("memory", "disk")  # of the own host, in this order
 THREADS = max(1, min(12, (os.cpu_count() or 1) * 3 // 4))
 STAGING_BYTES = 16 << 20  # read at a time
-REGION_CHUNKS = 4  # page-locked at a time: copies of one region run while the next is locked
 SPARE_BUFFERS = 4  # which are on their way to the device while every thread fills another
 
 
@@ -273,8 +272,7 @@ def read_offer(offer: Offer, pieces: Sequence[FillPiece]) -> str | None:
                 return f"{offer.path} was overwritten meanwhile"
             view = arena.slot_view(offer.slot)
             try:
-                read = None if arena.in_huge_pages else partial(arena.read_into, offer.slot)
-                bad = ChunkReader(offer.copy, read, view).fill(pieces)
+                bad = ChunkReader(offer.copy, partial(arena.read_into, offer.slot), view).fill(pieces)
             finally:
                 view.release()
             return f"{offer.path} is damaged: {bad} of its chunks" if bad else None
@@ -290,7 +288,7 @@ def _read_folder(path: Path, pieces: Sequence[FillPiece]) -> None:
     reader.fill((p.held.name, p.held.box, p.wanted, p.target[p.wanted.slices(p.inside)]) for p in pieces)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class WholeTarget:
     """A target that takes all bytes [begin, end) of a slot; `flat` is its memory."""
 
@@ -302,16 +300,15 @@ class WholeTarget:
 class ChunkReader:
     """Fills the pieces of one slot in several threads, and verifies every chunk that it reads.
 
-    From a file in small pages: each thread takes a chunk, reads it in large pieces into staging buffers, sums them, and
-    sends them to the targets on a stream of its own. This is faster than to map and page-lock so many pages, although
-    every byte passes through host memory five times, which is what limits it. From a file in huge pages: the map itself
-    is page-locked and copied from, while the threads sum it.
+    Each thread takes a chunk, reads it in large pieces into staging buffers, sums them, and sends them to the targets
+    on a stream of its own. This is faster than to map and page-lock the file, in small pages and in huge ones, although
+    every byte passes through host memory about five times, which is what limits it.
     """
 
     def __init__(
-        self, copy: HeldCopy, read: Callable[[int, memoryview], None] | None, view: memoryview, threads: int = THREADS
+        self, copy: HeldCopy, read: Callable[[int, memoryview], None], view: memoryview, threads: int = THREADS
     ) -> None:
-        """`view` is the slot, mapped; `read(at, buffer)` fills a buffer from byte `at` of it (None: use the map)."""
+        """`read(at, buffer)` fills a buffer from byte `at` of the slot; `view` is the slot, mapped."""
         self.copy, self.read, self.view, self.threads = copy, read, view, threads
 
     def fill(self, pieces: Sequence[FillPiece]) -> int:
@@ -330,38 +327,11 @@ class ChunkReader:
                     whole[chunk].append(target)
             else:
                 cut.append(piece)
-        fill = self._fill_from_map if self.read is None else self._fill_staged
-        bad = fill(whole, _gpu_of(pieces)) if whole else 0
+        bad = self._fill_staged(whole, _gpu_of(pieces)) if whole else 0
         if not bad:
             for piece in cut:
                 piece.put(self._stored(piece.held)[piece.wanted.slices(piece.held.box)])
         return bad
-
-    def _fill_from_map(self, targets: Mapping[int, Sequence[WholeTarget]], device: torch.device | None) -> int:
-        memory = torch.frombuffer(self.view, dtype=torch.uint8)
-        chunks = sorted(targets)
-        regions = [chunks[at : at + REGION_CHUNKS] for at in range(0, len(chunks), REGION_CHUNKS)]
-        stream = torch.cuda.Stream(device) if device is not None else None
-        if stream is not None:  # whatever was to write the targets before has done so
-            stream.wait_stream(torch.cuda.current_stream(device))
-        with ThreadPoolExecutor(self.threads) as pool, contextlib.ExitStack() as stack:
-            damaged = pool.map(self._is_damaged, chunks)
-            try:
-                with torch.cuda.stream(stream), torch.no_grad():
-                    for region in regions:
-                        for begin, end in _runs(self._span(chunk) for chunk in region):
-                            if stream is not None:
-                                stack.enter_context(page_locked(memory[begin:end]))
-                            for target in dict.fromkeys(t for chunk in region for t in targets[chunk]):
-                                _send(memory[begin:end], begin, end, target)
-                return sum(damaged)
-            finally:  # before the memory is unlocked
-                if stream is not None:
-                    stream.synchronize()
-
-    def _is_damaged(self, chunk: int) -> bool:
-        begin, end = self._span(chunk)
-        return checksum(self.view[begin:end], self.copy.algorithm) != self.copy.chunks[chunk]
 
     def _span(self, chunk: int) -> tuple[int, int]:
         size = self.copy.chunk_bytes
@@ -398,7 +368,6 @@ class ChunkReader:
 
     def _read_chunk(self, chunk: int, targets: Sequence[WholeTarget], buffers: StagingBuffers) -> str:
         """Send a chunk to its targets; its checksum."""
-        assert self.read is not None
         begin, end = self._span(chunk)
         total = RunningSum(self.copy.algorithm)
         for at in range(begin, end, buffers.num_bytes):
@@ -421,17 +390,6 @@ def _send(source: Tensor, begin: int, end: int, target: WholeTarget) -> None:
     a, b = max(begin, target.begin), min(end, target.end)
     if a < b:
         target.flat[a - target.begin : b - target.begin].copy_(source[a - begin : b - begin], non_blocking=True)
-
-
-def _runs(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Spans that touch are one."""
-    found: list[tuple[int, int]] = []
-    for begin, end in spans:
-        if found and found[-1][1] == begin:
-            found[-1] = found[-1][0], end
-        else:
-            found.append((begin, end))
-    return found
 
 
 def _gpu_of(pieces: Sequence[FillPiece]) -> torch.device | None:
