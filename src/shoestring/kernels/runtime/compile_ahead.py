@@ -6,7 +6,7 @@
 
 Triton and NVRTC compile a kernel where it is first launched, one after the other: dozens of kernels for a first text,
 each a fraction of a second. Most of that time is spent outside of the interpreter's lock, so threads share it.
-Opt-in until it has been measured on a GPU: SHOESTRING_COMPILE_AHEAD=1.
+SHOESTRING_COMPILE_AHEAD=0 turns it off.
 
 In a rehearsal torch computes from memory that nothing has written. So the program must not let torch index with what a
 kernel writes. A kernel that fails to compile here is compiled again, with its message, where it is launched.
@@ -54,7 +54,7 @@ _rehearsed: ContextVar[Missing | None] = ContextVar("rehearsed", default=None)  
 
 
 def compiles_ahead() -> bool:
-    return os.environ.get("SHOESTRING_COMPILE_AHEAD", "0") == "1"
+    return os.environ.get("SHOESTRING_COMPILE_AHEAD") != "0"
 
 
 def rehearsed() -> Missing | None:
