@@ -63,8 +63,8 @@ from shoestring.train.reducers.rounds import Link
 from shoestring.train.step import Micro
 
 METHODS = (
-    *("plain", "bf16", "int8", "int4", "terngrad", "qsgd", "topk:0.01", "topk:0.04", "arc-topk:0.04", "powersgd:4"),
-    *("demo", "topk:0.01+hyper", "topk:0.04+hyper"),
+    *("plain", "bf16", "int8", "int4", "terngrad", "qsgd", "topk:0.01", "topk:0.04", "arc-topk:0.04"),
+    *("powersgd:4", "powersgd:8", "demo", "topk:0.01+hyper", "topk:0.04+hyper"),
 )
 AUTO = "auto"
 SPEEDS = (10, 100, 1000)
