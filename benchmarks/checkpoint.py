@@ -625,7 +625,7 @@ def main() -> None:
             )
         finally:
             remove_host_folder(host_folder(scratch / "run"))
-            subprocess.run(["umount", str(scratch / "memory")], capture_output=True)
+            subprocess.run(["umount", "-l", str(scratch / "memory")], capture_output=True)  # the agent may be in it
             shutil.rmtree(scratch, ignore_errors=True)
         return
     began = time.monotonic()
