@@ -68,13 +68,13 @@ def test_the_fused_forward_is_the_models(shape: str) -> None:
 
 
 def test_a_long_context_has_a_graph_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beyond the context up to which the step of one row is faster as one kernel, it is another program."""
+    """Beyond the context up to which attention is faster as one kernel, a step of one row is another program."""
     model, seen = tiny_decoder(), []
     tokens = torch.randint(0, 29, (1, 12), generator=torch.Generator().manual_seed(0))
     want = model(tokens)[0]
     runner = Runner(model, BlockPool(8, 4), graphs=True)
     assert runner.ready() and runner._graphs is not None
-    runner._graphs.fused.one_kernel_until = 10
+    runner._graphs.fused.short_context = 10
     step = FusedDecoder.row_logits
     monkeypatch.setattr(FusedDecoder, "row_logits", lambda *args: seen.append(args[-1]) or step(*args))
     got = [runner.forward(Batch([RowSpan([0, 1, 2], n, 1)], [int(tokens[0, n])], [0])) for n in range(12)]

@@ -21,7 +21,7 @@ import functools
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -132,7 +132,6 @@ class RowStepPlan:
     dependent: int = 1  # 1: started while the kernel before drains
     cooperative: int = 1  # 1: all blocks are placed at once
     watched: int = 4096  # inputs from which on one warp looks for them before all others do
-    longest: int = 0  # tokens of context up to which the step is used; 0: any
     run: int = 4  # chunks of a piece of packed weights, at most
 
     def dense_slice(self, shape: StepShape) -> int:
@@ -253,8 +252,6 @@ def choose_plan(layers: Sequence[StepLayer], head: StepHead, layout: ChunkLayout
         return None
     shape, limits = StepShape.of(layers, head, layout), device_limits(head.norm.device.index)
     plan = PLANS.find(plan_key(shape), limits.name) or (RowStepPlan() if asked == "1" else None)
-    if plan is not None and asked == "1":
-        plan = replace(plan, longest=0)
     if plan is None or unusable(shape, plan, limits):
         return None
 

@@ -101,6 +101,9 @@ def to_device(here: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     ]
 
 
+SHORT_CONTEXT = 1024
+
+
 # -- embeddings ---------------------------------------------------------------------------------------------
 
 
@@ -266,7 +269,9 @@ class FusedDecoder:
         self.head = self._head(model)
         # The step of one row as one kernel, for the KV cache of this number of moves; None: it does not run here.
         self._row_step: tuple[KVCache, int, RowStep | None] | None = None
-        self.one_kernel_until = math.inf  # tokens of context up to which it is the faster way; known when it is made
+        # Tokens of context up to which the attention of a single request is one kernel, behind packed products.
+        packed = any(layer.qkv.weight is None for layer in self.layers)
+        self.short_context: float = SHORT_CONTEXT if packed else math.inf
 
     @torch.no_grad()
     def rewrite_copies(self, model: Decoder) -> None:
@@ -326,9 +331,10 @@ class FusedDecoder:
         cache: KVCache,
         skip: SkipSet | None = None,
         last_T: Tensor | None = None,
+        long: bool = False,
     ) -> Tensor:
         """The residual stream after the last block, [T, D], before the last norm. Writes keys and values. A token of -1
-        is replaced by that of `last_T`."""
+        is replaced by that of `last_T`. `long`: a single request with more than `short_context` tokens."""
         x_TD = self.embed.rows(tokens_T, last_T, self.dtype)
         if self.embed_scale is not None:
             x_TD = x_TD * self.embed_scale
@@ -358,7 +364,7 @@ class FusedDecoder:
                     read_TD, owed = entry, None
                 if kind == "attn":
                     qkv_TE = self._normed_linear(read_TD, owed, layer.norms.get("attn_norm"), layer.qkv)
-                    inner, last = self._attend(index, layer, qkv_TE, rows, cache), layer.o
+                    inner, last = self._attend(index, layer, qkv_TE, rows, cache, long), layer.o
                 elif isinstance(layer.mlp, FusedExperts):
                     x_TD, delta, done = self._experts(x_TD, read_TD, owed, layer, layer.mlp), None, False
                     continue
@@ -375,12 +381,10 @@ class FusedDecoder:
     def row_logits(
         self, tokens_T: Tensor, rows: RowPlacement, cache: KVCache, skip: SkipSet | None, last_T: Tensor, long: bool
     ) -> Tensor:
-        """As `logits` after `hidden`; a single row in one kernel, where that runs (kernels/step/row_step.py), unless
-        the context is `long` for it."""
-        alone = len(tokens_T) == 1 and rows.single and skip is None and not long
-        step = self._one_kernel(cache) if alone else None
+        """As `logits` after `hidden`; a single row in one kernel, where that runs (kernels/step/row_step.py)."""
+        step = self._one_kernel(cache) if len(tokens_T) == 1 and rows.single and skip is None else None
         if step is None:
-            return self.logits(self.hidden(tokens_T, rows, cache, skip, last_T))
+            return self.logits(self.hidden(tokens_T, rows, cache, skip, last_T, long))
         out = step(self.embed.rows(tokens_T, last_T, self.dtype), rows.tables_LW, rows.tiles[0].tiles_L4)
         return out if step.shape.vocab else self.logits(out)
 
@@ -417,7 +421,7 @@ class FusedDecoder:
         plan = None if layouts else choose_plan(layers, head, layout)  # one layout for all
         if plan is None:
             return None
-        self.one_kernel_until = plan.longest or math.inf
+        self.short_context = math.inf  # it has its own attention
         first = self.layers[0]
         eps = first.norms["attn_norm"].eps, first.head_norm[2], self.norm.eps
         return RowStep(layers, head, *eps, layout=layout, plan=plan)
@@ -432,15 +436,18 @@ class FusedDecoder:
         return logits if self.logit_softcap is None else soft_cap(logits, self.logit_softcap)
 
     # -- parts of a layer -----------------------------------------------------------------------------------
-    def _attend(self, index: int, layer: _Layer, qkv_TE: Tensor, rows: RowPlacement, cache: KVCache) -> Tensor:
+    def _attend(
+        self, index: int, layer: _Layer, qkv_TE: Tensor, rows: RowPlacement, cache: KVCache, long: bool
+    ) -> Tensor:
         keys, values = cache.stored(index)
         plan, rope = layer.plan.attn, layer.rope
         if plan.qk_norm is not None and plan.qk_norm_over == "width":
             self._norm_width(qkv_TE, layer)
         window, sizes = plan.window, (plan.num_heads, plan.num_kv_heads, plan.head_dim)
         whole = plan.softcap is None and (plan.rope is None or plan.rope.dim is None)  # all that one kernel computes
-        # After dense products, which run long enough to hide launches, three kernels measured no slower than one.
-        if whole and rows.single and layer.qkv.weight is None and decode_attention_usable(qkv_TE, *sizes):
+        # After dense products, which run long enough to hide launches, three kernels measured no slower than one. One
+        # kernel puts few SMs on a request: 4,096 or 16,384 keys take seven to nine times as long as in three.
+        if whole and rows.single and not long and layer.qkv.weight is None and decode_attention_usable(qkv_TE, *sizes):
             tiles_L4, cos_sin = rows.tiles[0].tiles_L4, None if rope is None else rope.cos_sin
             return decode_attention_(
                 qkv_TE, keys, values, rows.tables_LW, tiles_L4, cos_sin, *layer.head_norm,

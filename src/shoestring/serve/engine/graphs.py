@@ -170,7 +170,7 @@ class GraphCache:
     ) -> DecodeGraph:
         num, each = self.padded(spans)
         kind, id = sampling_kind(samplings), "" if skip is None else skip.id
-        long = num * each == 1 and spans[0].stop > self.fused.one_kernel_until
+        long = num * each == 1 and spans[0].stop > self.fused.short_context
         graph = self.graph((num, each, kind, id, long), spans, lambda: DecodeGraph(self, num, each, kind, skip, long))
         ids: Sequence[int] | None
         if isinstance(tokens, Tensor):
@@ -191,8 +191,8 @@ class GraphCache:
 
     def capture_decode(self, num: int, each: int, kind: SamplingKind, skip: SkipSet | None = None) -> None:
         """Make the graph of such a step now, unless it exists."""
-        for long in (False, True):  # the first tells whether there is a second
-            if not long or (num * each == 1 and self.fused.one_kernel_until < math.inf):
+        for long in (False, True):  # the first tells whether the second differs
+            if not long or (num * each == 1 and self.fused.short_context < math.inf):
                 key = (num, each, kind, "" if skip is None else skip.id, long)
                 self.find(key, num, functools.partial(DecodeGraph, self, num, each, kind, skip, long))
 
@@ -404,7 +404,7 @@ class DecodeGraph(CapturedStep):
         skip: SkipSet | None,
         long: bool = False,
     ) -> None:
-        """`long`: a context beyond FusedDecoder.one_kernel_until."""
+        """`long`: a context beyond FusedDecoder.short_context."""
         self.rows_each, self.long, num_rows = rows_each, long, num_requests * rows_each
         self.num_splits = splits_for(num_requests, owner.fused.spec.num_kv_heads)
         super().__init__(owner, num_requests, num_rows, num_rows, 2 * num_requests, kind, skip)
