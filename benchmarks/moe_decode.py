@@ -6,7 +6,7 @@
 The shape is that of Qwen3-30B-A3B (width 2048, 128 experts of width 768, 8 chosen by each row) with fewer layers and
 random weights, so rows choose their experts almost evenly. Two measurements:
 
-    experts_us           one layer's norm, router, choice, products and sum, in a CUDA graph over 24 layers, whose
+    experts_us           one layer's norm, router, choice, products and sum, in a CUDA graph over all layers, whose
                          weights do not fit in the cache. The bound is the bytes of the chosen experts at the speed of a
                          device-to-device copy of the same run. Codes are random bytes.
     decode_tokens_per_s  whole steps of the engine, greedy, 128 tokens in, 256 out. The bound counts the chosen experts,
@@ -48,7 +48,6 @@ from shoestring.serve.engine.merged_linear import MergedLinear
 BENCH = "moe_decode"
 EXPERTS = Experts(num=128, top_k=8, d_ff=768)
 D_MODEL = 2048
-EXPERT_LAYERS = 24  # of one graph: a launch of it costs microseconds
 FORMATS = ("bf16", "int4:g128", "int3:g128", "int2:g64")
 ROWS = (1, 4, 16)
 REPLAYS = 20
@@ -71,9 +70,12 @@ def random_linear(format: str, num_out: int, width: int) -> MergedLinear:
     tiles = EXPERTS.num * num_out // CHUNK_ROWS
     chunks = torch.randint(0, 256, (tiles, width // CHUNK_WIDTH, layout.chunk_bytes), dtype=torch.uint8, device="cuda")
     scale = torch.tensor(0.08 / (1 << layout.bits), dtype=torch.bfloat16 if layout.bf16_scale else torch.float16)
-    grid = torch.tensor([scale.view(torch.int16).item(), 1 << layout.bits - 1], dtype=torch.int16, device="cuda")
-    grid_bytes = layout.chunk_bytes - layout.code_bytes
-    chunks[..., layout.code_bytes :] = grid.view(torch.uint8).repeat(grid_bytes // 4)
+    # Zero points on both sides of the middle: a common mean of all weights would lead all rows to the same experts.
+    num_grids = (layout.chunk_bytes - layout.code_bytes) // 4
+    grid = torch.empty(tiles, width // CHUNK_WIDTH, num_grids, 2, dtype=torch.int16, device="cuda")
+    grid[..., 0] = int(scale.view(torch.int16))
+    grid[..., 1].random_(0, 2).add_((1 << layout.bits - 1) - 1)
+    chunks[..., layout.code_bytes :] = grid.view(torch.uint8).flatten(2)
     return MergedLinear(format=stored, parts={"chunks": chunks})
 
 
@@ -200,15 +202,14 @@ def note(case: str, metric: str, unit: str, samples: list[float], bound: float, 
 def run_ours(format: str, layers: int, bandwidth: float, repeats: int, kernels: bool) -> None:
     case = f"shoestring {format}"
     quality = {"difference": round(check(*small_mixture(format)), 5)}
-    fused = [random_experts(format) for _ in range(EXPERT_LAYERS)]
+    fused = [random_experts(format) for _ in range(layers)]
     config = {"model": "Qwen3-30B-A3B shape", "layers": layers, "blocks": format}
     chosen: dict[int, float] = {}
     for rows in ROWS:
         samples, needed = time_experts(fused, rows, kernels)
         chosen[rows] = needed
         bound = 1e6 * needed / bandwidth
-        where = {**config, "layers": EXPERT_LAYERS, "rows": rows}
-        note(case, "experts_us", "us per layer", samples, bound, True, config=where, quality=quality)
+        note(case, "experts_us", "us per layer", samples, bound, True, config={**config, "rows": rows}, quality=quality)
     if not repeats:
         return
     del fused

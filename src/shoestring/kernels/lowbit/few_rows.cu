@@ -50,15 +50,19 @@ extern "C" __global__ void BOUNDS lowbit_few_rows(
         wait_for_workers();
         return;
     }
+#if EXPERTS == 1
+    grid_wait();  // the kernels before choose the experts, so nothing can be fetched earlier
+#endif
 #if CHOOSE
+    // With EXPERTS 2 the kernel before has waited for the logits before it let this one start.
     Chosen& chosen = *(Chosen*)(smem + LUT_BYTES + WARPS * RING + 16);
+    chosen.find((const float*)choice);
 #endif
 #if EXPERTS == 1
 #if CHOOSE
-    const int slot_rows = 1;
+    const int expert = chosen.expert[blockIdx.z], slot_rows = 1;
     auto row_at = [](const int i) { return i; };
 #else
-    grid_wait();  // the kernels before choose the experts, so nothing can be fetched earlier
     const int expert = load_late32((const int*)choice + blockIdx.z), slot_rows = SLOT_ROWS, rows_here = load_late32(counts + blockIdx.z);
     int member[SLOT_ROWS];
     #pragma unroll
@@ -71,8 +75,8 @@ extern "C" __global__ void BOUNDS lowbit_few_rows(
     };
     if (expert < 0) return;
     M = rows_here;
-    W += (u64)expert * tiles * chunks * CHUNK;
 #endif
+    W += (u64)expert * tiles * chunks * CHUNK;
     X += (u64)blockIdx.z * pitch_slot;
     Y = (char*)Y + (u64)blockIdx.z * slot_rows * (SWIGLU ? tiles >> 1 : tiles) * 16 * (OUT32 ? 4 : 2);
 #else
@@ -95,24 +99,16 @@ extern "C" __global__ void BOUNDS lowbit_few_rows(
     auto chunk_of = [&](const int i) { return i * KW + k_warp; };
 #endif
     const char* from[R];
-    auto find_chunks = [&] {
-        #pragma unroll
-        for (int r = 0; r < R; r++) {  // a tile past the end reads the last one and writes nothing
-            int tile = tile0 + row_warp * R + r;
-            if (SWIGLU) tile = (tile >> 1) + (tile & 1 ? tiles >> 1 : 0);
+    #pragma unroll
+    for (int r = 0; r < R; r++) {  // a tile past the end reads the last one and writes nothing
+        int tile = tile0 + row_warp * R + r;
+        if (SWIGLU) tile = (tile >> 1) + (tile & 1 ? tiles >> 1 : 0);
 #if EXPERTS == 2
-            from[r] = W + (((u64)chosen.expert[slot] * tiles + min(tile, tiles - 1)) * per_slot + begin) * CHUNK + lane * 16;
+        from[r] = W + (((u64)chosen.expert[slot] * tiles + min(tile, tiles - 1)) * per_slot + begin) * CHUNK + lane * 16;
 #else
-            from[r] = W + ((u64)min(tile, tiles - 1) * chunks + first + k_warp) * CHUNK + lane * 16;
+        from[r] = W + ((u64)min(tile, tiles - 1) * chunks + first + k_warp) * CHUNK + lane * 16;
 #endif
-        }
-    };
-#if EXPERTS == 2
-    chosen.find((const float*)choice);  // the kernel before has waited for the logits before it let this one start
-#endif
-#if !CHOOSE || EXPERTS == 2
-    find_chunks();
-#endif
+    }
     int left = mine;
 #if TABLE
     ask_for_levels(table, warp, lane);
@@ -130,27 +126,17 @@ extern "C" __global__ void BOUNDS lowbit_few_rows(
         left--;
         commit();
     };
-#if CHOOSE && EXPERTS == 1
-    float weight;
-    auto fetch_rest = [&] {  // while x is on its way: the choice needs what the kernel before computes
-        chosen.find((const float*)choice);
-        const int expert = chosen.expert[blockIdx.z];
-        W += (u64)expert * tiles * chunks * CHUNK;
-        find_chunks();
-        for (int p = 0; p < DEPTH - 1; p++) fetch(p * (R * CHUNK));
-        launch_dependents();
-        weight = chosen.share(expert);
-    };
-#else
     for (int p = 0; p < EARLY; p++) fetch(p * (R * CHUNK));
     auto fetch_rest = [&] {
         for (int p = EARLY; p < DEPTH - 1; p++) fetch(p * (R * CHUNK));
     };
     launch_dependents();
+#if CHOOSE && EXPERTS == 1
+    const float weight = chosen.share(expert);
 #endif
 
 #if TABLE
-    wait_all_but<CHOOSE && EXPERTS == 1 ? 0 : EARLY>();  // chunks that were asked for after the levels
+    wait_all_but<EARLY>();
     make_pairs(warp, WARPS, lane);
     const u32 lane_lut = lane * 4;
 #else

@@ -40,8 +40,7 @@ class ExpertChoice:
 
     @property
     def shared_bytes(self) -> int:
-        keys = ceil_div(self.num, 8) * 8
-        return ceil_div(4 * (keys + self.num + self.top_k), 16) * 16 if self.top_k else 0
+        return ceil_div(8 * self.num + 4 * self.top_k, 16) * 16 if self.top_k else 0
 
     def macros(self) -> dict[str, int]:
         return {
@@ -367,15 +366,15 @@ def choose_expert_plan(
     if choice.sum:
         wide = width * choice.top_k
         wanted = min(ceil_div(tiles, limits.num_sms), max(1, 16 // choice.top_k))
-        k_warps = choice.top_k * max(1, 16 // (choice.top_k * wanted))
+        k_warps = choice.top_k * max(1, 8 // (choice.top_k * wanted))
         depth = min(8, max(3, ceil_div(chunks * choice.top_k, k_warps) + 1))  # all of a warp's chunks at once
         plans = [FewRowsPlan(wanted, k_warps, 1, d, int8_mma=int8_mma, half_sm=1) for d in range(depth, 2, -1)]
     elif choice.top_k:
         wanted = min(12, ceil_div(ceil_div(slots * tiles, limits.num_sms), 2) * 2)
         pair = 1 if wanted <= 6 else 2
-        plans = [FewRowsPlan(wanted // pair, 2, pair, d, int8_mma=int8_mma, half_sm=1) for d in (4, 3)]
+        plans = [FewRowsPlan(wanted // pair, 2, pair, d, int8_mma=int8_mma, half_sm=1) for d in (6, 5, 4, 3)]
     else:
-        plans = [FewRowsPlan(4, 1, 2, d, int8_mma=int8_mma, half_sm=1) for d in (4, 3)]
+        plans = [FewRowsPlan(6, 2 if width >= 2048 else 1, 2, int8_mma=int8_mma, half_sm=1)]
 
     def runs(plan: FewRowsPlan) -> bool:
         if choice.sum and (plan.k_warps % choice.top_k or width % CHUNK_WIDTH):

@@ -29,10 +29,9 @@ INLINE float add_lanes(float v, const int lanes) {  // over `lanes` neighbours
 // The CHOOSE largest of the router's logits, in every block anew: that costs less than a kernel before. Keys are the bits of a
 // float in the order of numbers; their last bits are the expert, so that no two are alike and of equal ones the first wins.
 #define KEY_BITS (NUM_EXPERTS <= 64 ? 63 : NUM_EXPERTS <= 128 ? 127 : NUM_EXPERTS <= 256 ? 255 : 1023)
-#define KEYS ((NUM_EXPERTS + 7) / 8 * 8)
-struct __align__(16) Chosen {
-    u32 key[KEYS];
+struct Chosen {
     float logit[NUM_EXPERTS];
+    u32 key[NUM_EXPERTS];
     int expert[CHOOSE];  // the largest first
 
     INLINE void find(const float* logits) {
@@ -41,19 +40,13 @@ struct __align__(16) Chosen {
             logit[e] = __int_as_float(bits);
             key[e] = ((u32)bits ^ ((u32)(bits >> 31) | 0x80000000u)) & ~(u32)KEY_BITS | (u32)(KEY_BITS - e);
         }
-        for (int e = NUM_EXPERTS + threadIdx.x; e < KEYS; e += THREADS) key[e] = 0;  // below all others
         join_workers();
-        for (int i = threadIdx.x; i < (2 * NUM_EXPERTS + 31) / 32 * 32; i += THREADS) {  // two lanes to an expert, by whole warps
-            const int e = i / 2;
-            const u32 mine = e < NUM_EXPERTS ? key[e] : 0;
+        for (int e = threadIdx.x; e < NUM_EXPERTS; e += THREADS) {
+            const u32 mine = key[e];
             int rank = 0;
-            #pragma unroll 8
-            for (int f = i % 2; f < KEYS / 4; f += 2) {
-                const uint4 four = ((const uint4*)key)[f];
-                rank += (four.x > mine) + (four.y > mine) + (four.z > mine) + (four.w > mine);
-            }
-            rank += __shfl_xor_sync(~0u, rank, 1);
-            if (rank < CHOOSE && e < NUM_EXPERTS) expert[rank] = e;
+            #pragma unroll 16
+            for (int f = 0; f < NUM_EXPERTS; f++) rank += key[f] > mine;
+            if (rank < CHOOSE) expert[rank] = e;
         }
         join_workers();
     }
