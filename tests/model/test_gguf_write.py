@@ -19,6 +19,7 @@ from torch import Tensor
 
 from shoestring.cli.app import run_cli
 from shoestring.errors import UserError
+from shoestring.evals.model_row import size_of, stored_format
 from shoestring.formats import convert, pack, parse_format
 from shoestring.model import Decoder, load_model, save_model
 from shoestring.model.export import export_model
@@ -138,8 +139,12 @@ def test_grids_that_are_llama_cpps_are_written_exactly(format: str, kind: str, t
     written = save_gguf(tmp_path / "m.gguf", model, tiny_tokenizer())
     matrices = [t for t in written if t.name.startswith("blk.") and "norm" not in t.name]
     assert {t.kind for t in matrices} == {kind} and all(t.exact for t in written)
-    read = load_model(tmp_path / "m.gguf").model
-    assert torch.equal(logits_of(read), logits_of(model))
+    read = load_model(tmp_path / "m.gguf")
+    assert torch.equal(logits_of(read.model), logits_of(model))
+    per_weight = {"Q4_0": 4.5, "Q5_0": 5.5, "Q8_0": 8.5}[kind]
+    size = (tmp_path / "m.gguf").stat().st_size
+    assert size_of(read) == {"megabytes": round(size / 1e6, 3), "bits_per_weight": per_weight}
+    assert stored_format(read) == kind
 
 
 def test_a_packed_embedding_keeps_its_codes(tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ and spread.
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +26,7 @@ from shoestring.runlog import RunLog, read_config
 if TYPE_CHECKING:
     from shoestring.host.block_offload import BlockOffload
     from shoestring.model.folder import LoadedModel
+    from shoestring.model.gguf_file import GgufTensor
     from shoestring.model.tokenizer import Tokenizer
     from shoestring.model.transformer import Decoder
 
@@ -52,12 +55,39 @@ def size_of(loaded: LoadedModel, *, changed: bool = False) -> dict[str, float]:
     model = loaded.model
     total = saved_bytes(model) if changed else sum(f.stat().st_size for f in weight_files(loaded.path))
     row = {"megabytes": round(total / 1e6, 3)}
+    if not changed and (stored := _gguf_blocks(loaded)):
+        return row | {"bits_per_weight": round(_bits(stored), 3)}
     layers = [layer for name, layer in format_linears(model) if name != "head"]
     weights = [layer.in_features * layer.out_features for layer in layers]
     if layers:
         bits = sum(layer.format.bits_per_weight(layer.shape) * n for layer, n in zip(layers, weights, strict=True))
         row["bits_per_weight"] = round(bits / sum(weights), 3)
     return row
+
+
+def _gguf_blocks(loaded: LoadedModel) -> list[GgufTensor]:
+    """The matrices of a GGUF file but for embedding and head; none where the model is a folder.
+
+    The model computes with decoded values, so its layers do not say what the file holds."""
+    from shoestring.model.folder import weight_files
+    from shoestring.model.gguf_file import open_gguf
+
+    (first, *_) = weight_files(loaded.path)
+    if first.suffix != ".gguf":
+        return []
+    return [t for t in open_gguf(first).tensors.values() if t.name.startswith("blk.") and len(t.shape) > 1]
+
+
+def _bits(stored: list[GgufTensor]) -> float:
+    return 8 * sum(t.num_bytes for t in stored) / sum(math.prod(t.shape) for t in stored)
+
+
+def stored_format(loaded: LoadedModel) -> str:
+    """What the file holds: formats_name, or a GGUF file's own types, the one with most bytes first."""
+    sizes: Counter[str] = Counter()
+    for t in _gguf_blocks(loaded):
+        sizes[t.kind] += t.num_bytes
+    return " + ".join(kind for kind, _ in sizes.most_common()) or formats_name(loaded.model)
 
 
 def formats_name(model: nn.Module) -> str:
@@ -96,7 +126,8 @@ def evaluate_row(
     """
     if offload is None:
         ready(loaded)
-    row: dict[str, Any] = {"model": label, "format": formats_name(loaded.model), **size_of(loaded, changed=changed)}
+    stored = formats_name(loaded.model) if changed else stored_format(loaded)
+    row: dict[str, Any] = {"model": label, "format": stored, **size_of(loaded, changed=changed)}
     if tokens is not None:
         context = min(context, loaded.spec.max_positions)
         row |= {"text": text, **measure_perplexity(loaded.model, tokens, context, stride, max_tokens, offload)}
