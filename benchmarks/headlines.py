@@ -76,20 +76,25 @@ def quality(bits: int) -> list[str]:
     tables = importlib.import_module("experiments.lowbit_tables")
     best, grid = tables.best_settings(), f"int{bits}:g64"
 
+    def spread(lines: list[dict[str, Any]]) -> str:
+        """Lowest to highest, where they differ in what is shown."""
+        values = [n["quality"]["perplexity"] for n in lines]
+        return " to ".join(dict.fromkeys((f"{min(values):.1f}", f"{max(values):.1f}")))
+
     def shown(method: str, label: str = grid) -> str:
-        return f"{best[tables.SMOLLM2, method, label].mean:.1f}"
+        return spread(best[tables.SMOLLM2, method, label].lines)
 
     stored = best[tables.SMOLLM2, "ours", grid].lines[0]["config"]["bits"]
     chosen = {best[tables.SMOLLM2, "ours", grid].method, SHIPPED[bits]}
     lines = [n for n in tables.counting() if n["config"]["model"] == tables.SMOLLM2 and n["config"]["format"] == grid]
-    ours = [n["quality"]["perplexity"] for n in lines if n["config"]["method"] in chosen]
+    ours = [n for n in lines if n["config"]["method"] in chosen]
     return [
         f"{bits}-bit weights ({stored:.2f} bits stored), perplexity",
         f"{tables.SMOLLM2}, WikiText-2",
         GPU,
         f"full {shown('dense', 'dense')}; no training (`shrink/ptq`, 16,384 calibration tokens) {shown(tables.TODAY)} "
         f"on its own text, {shown(tables.WEIGHED)} on WikiText-2; BitDistiller {shown('bitdistiller')}",
-        f"{' to '.join(dict.fromkeys((f'{min(ours):.1f}', f'{max(ours):.1f}')))} (1M training tokens)",
+        f"{spread(ours)} (1M training tokens)",
         link("bitdistiller", "methods/bitdistiller.md"),
     ]
 

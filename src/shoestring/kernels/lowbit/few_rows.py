@@ -387,9 +387,9 @@ def choose_expert_plan(
         if choice.sum:
             return None
         plan = rule(layout, rows, out * slots, width, False, swiglu, limits)
-    name = "SUM" if choice.sum else "ROW" if choice.top_k else "SLOT"
-    what = f"cannot run with {slots} experts of {out}x{width}"
-    return overridden(plan, f"SHOESTRING_LOWBIT_EXPERT_{name}_PLAN", runs, what)
+    one_row = "SHOESTRING_LOWBIT_EXPERT_SUM_PLAN" if choice.sum else "SHOESTRING_LOWBIT_EXPERT_ROW_PLAN"
+    variable = one_row if choice.top_k else "SHOESTRING_LOWBIT_EXPERT_SLOT_PLAN"
+    return overridden(plan, variable, runs, f"cannot run with {slots} experts of {out}x{width}")
 
 
 def few_rows_experts_cuda(

@@ -446,7 +446,8 @@ class FusedDecoder:
         window, sizes = plan.window, (plan.num_heads, plan.num_kv_heads, plan.head_dim)
         whole = plan.softcap is None and (plan.rope is None or plan.rope.dim is None)  # all that one kernel computes
         # After dense products, which run long enough to hide launches, three kernels measured no slower than one. One
-        # kernel puts few SMs on a request: 4,096 or 16,384 keys take seven to nine times as long as in three.
+        # kernel puts few SMs on a request: its time grows with the context 7 to 9 times as fast as that of three behind
+        # dense products (H200, 8B shape). Three behind packed products: not timed.
         if whole and rows.single and not long and layer.qkv.weight is None and decode_attention_usable(qkv_TE, *sizes):
             tiles_L4, cos_sin = rows.tiles[0].tiles_L4, None if rope is None else rope.cos_sin
             return decode_attention_(
