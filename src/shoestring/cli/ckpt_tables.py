@@ -113,10 +113,15 @@ def verified_versions(checkpoints: Path) -> tuple[Table, list[str]]:
                 problem = str(error)
             rows.append([offer.copy.step, offer.source, offer.path, problem or "sound"])
             problems.extend([problem] if problem else [])
-        for parity in _parities(checkpoints)[0]:
-            damage = parity_damage(parity, pool)
-            rows.append([parity.step, "XOR", parity.path, damage or "sound"])
-            problems.extend([damage] if damage else [])
+        parities, unusable = _parities(checkpoints)
+        problems += unusable
+        for parity in parities:
+            try:
+                problem = parity_damage(parity, pool)
+            except UserError as error:
+                problem = str(error)
+            rows.append([parity.step, "XOR", parity.path, problem or "sound"])
+            problems.extend([problem] if problem else [])
     return Table("Verified", ["step", "source", "place", "state"], rows), problems
 
 

@@ -63,6 +63,15 @@ def test_packed_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     check(experts_of(model), torch.float32, "cpu", 1e-5)
 
 
+def test_half_packed_experts_are_computed_by_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_with_experts()
+    convert(model, [(f"blocks.*.mlp.experts.*.{name}", parse_format("int4:g32")) for name in ("gate", "up")])
+    pack(model)
+    monkeypatch.setattr(kernel_layout, "chunks_usable", lambda t: True)
+    use_kernels(model)
+    assert unusable(model) == "the experts have packed and dense weights"
+
+
 def test_pruned_experts_are_computed_by_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_with_experts("sparse24+int4:g8")
     monkeypatch.setattr(kernel_layout, "chunks_usable", lambda t: True)

@@ -323,10 +323,7 @@ def few_rows_cuda(
     if norm_K is not None and not plan.fits(layout, rows, width, True, limits):  # many rows of great width
         x_MK = F.rms_norm(x_MK.float(), (width,), norm_K.float(), eps).to(x_MK.dtype)
         norm_K, plan = None, choose_plan(layout, rows, tiles * CHUNK_ROWS, width, False, *around[1:], limits)
-    if norm_K is not None and norm_K.dtype != x_MK.dtype:
-        norm_K = norm_K.float()
-    if norm_K is not None and norm_K.data_ptr() % 16:
-        norm_K = norm_K.clone()
+    norm_K = _readable_norm(norm_K, x_MK)
     norm_dtype = None if norm_K is None else norm_K.dtype
     kernel = _kernel(x_MK.device.index, layout, x_MK.dtype, row_class(rows), plan, norm_dtype, swiglu, out32)
     numbers = (width, rows, x_MK.stride(0), tiles, per_row, plan.panel_chunks(width))
@@ -390,6 +387,14 @@ def choose_expert_plan(
     one_row = "SHOESTRING_LOWBIT_EXPERT_SUM_PLAN" if choice.sum else "SHOESTRING_LOWBIT_EXPERT_ROW_PLAN"
     variable = one_row if choice.top_k else "SHOESTRING_LOWBIT_EXPERT_SLOT_PLAN"
     return overridden(plan, variable, runs, f"cannot run with {slots} experts of {out}x{width}")
+
+
+def _readable_norm(norm_K: Tensor | None, x: Tensor) -> Tensor | None:
+    """As the kernels read it: in the dtype of x or in fp32, on a multiple of 16 bytes."""
+    if norm_K is None:
+        return None
+    norm_K = norm_K if norm_K.dtype == x.dtype else norm_K.float()
+    return norm_K.clone() if norm_K.data_ptr() % 16 else norm_K
 
 
 def few_rows_experts_cuda(
@@ -490,6 +495,7 @@ def _launch_experts(
 ) -> None:
     width, limits = x.shape[-1], device_limits(x.device.index)
     assert x.is_contiguous() and width % 8 == 0 and x.data_ptr() % 16 == 0
+    norm_K = _readable_norm(norm_K, x)
     norm = None if norm_K is None else norm_K.dtype
     kernel = _kernel(x.device.index, layout, x.dtype, row_class(rows), plan, norm, swiglu, False, choice)
     pointers = (chunks, x, y, table, None, norm_K, residual_1N)

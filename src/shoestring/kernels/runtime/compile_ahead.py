@@ -15,6 +15,7 @@ kernel writes. A kernel that fails to compile here is compiled again, with its m
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -40,16 +41,18 @@ class Missing:
     def note(self, key: Hashable, compiler: Callable[[], object]) -> None:
         self._compilers.setdefault(key, compiler)
 
-    def compile(self) -> None:
-        """All of them, as many at a time as there are processors."""
+    def compile(self) -> bool:
+        """All of them, as many at a time as there are processors; whether all could be compiled."""
         if not self._compilers:
-            return
+            return True
         threads = min(len(self._compilers), MOST_THREADS, len(os.sched_getaffinity(0)))
         with ThreadPoolExecutor(threads, initializer=_use_device(), thread_name_prefix="compile") as pool:
-            for done in [pool.submit(compiler) for compiler in self._compilers.values()]:
-                done.exception()  # waits; a failure is told where the kernel is launched
+            pending = [pool.submit(compiler) for compiler in self._compilers.values()]
+            # Waits; a failure is told where the kernel is launched.
+            return all(done.exception() is None for done in pending)
 
 
+_one_at_a_time = threading.Lock()  # a rehearsal changes what a launch of Triton does
 _rehearsed: ContextVar[Missing | None] = ContextVar("rehearsed", default=None)  # None in other threads
 
 
@@ -65,12 +68,13 @@ def rehearsed() -> Missing | None:
 @contextmanager
 def rehearsal() -> Iterator[Missing]:
     missing = Missing()
-    token = _rehearsed.set(missing)
-    try:
-        with _triton_notes():
-            yield missing
-    finally:
-        _rehearsed.reset(token)
+    with _one_at_a_time:
+        token = _rehearsed.set(missing)
+        try:
+            with _triton_notes():
+                yield missing
+        finally:
+            _rehearsed.reset(token)
 
 
 @contextmanager

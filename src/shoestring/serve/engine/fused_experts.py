@@ -46,6 +46,8 @@ def experts_unusable(mlp: MixtureOfExperts, dtype: torch.dtype) -> str | None:
     for linears in zip(*(_linears(e) for e in mlp.experts), strict=True):
         if any((x.format, x.packed) != (linears[0].format, linears[0].packed) for x in linears):
             return "the experts have weights of several Formats"
+    if len({x.packed for x in _linears(mlp.experts[0])}) > 1:
+        return "the experts have packed and dense weights"
     for x in _linears(mlp.experts[0]):
         grouped = isinstance(x.format, IntAsym | FloatAsym)  # pruned ones have chunks, too, of the values that are kept
         if x.packed and (not grouped or x.decoded is not None or "chunks" not in x.operands()):

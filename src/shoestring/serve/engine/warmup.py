@@ -66,6 +66,9 @@ def compile_ahead(
         """Numbers of requests with different kernels: those differ by the ranges of keys."""
         return list({splits_for(num, of.model.spec.num_kv_heads): num for num in sizes}.values())
 
+    for fused in able:  # before: their weights are made by kernels, which a rehearsal does not launch
+        fused.ready()
+    done = False
     with rehearsal() as missing, suppress(Exception):  # told by the real step
         runner.rehearse(nums(runner), kinds, [1, *(g + 1 for g in lengths or ())], skip)
         if prefills:
@@ -74,7 +77,9 @@ def compile_ahead(
             drafting.rehearse_chains(nums(drafting), kinds)
         for warmed in able if lengths is not None else ():
             warmed.rehearse_eager()
-    missing.compile()
+        done = True
+    if not missing.compile() or not done:
+        return
     with suppress(OSError):  # a cache that cannot be written: again next time
         mark.parent.mkdir(parents=True, exist_ok=True)
         mark.touch()

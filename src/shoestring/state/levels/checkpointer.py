@@ -172,6 +172,8 @@ class LevelCheckpointer:
         if self.memory is not None:
             self.memory.wait()
             self.memory.settle(everywhere=False)
+        if self._peers is not None:  # a round that goes on would bring the version back
+            self._peers.wait()
         run.mesh.barrier()
         for place in self._places():
             self._forget_newer(place, run, step - 1)
@@ -389,7 +391,7 @@ class LevelCheckpointer:
 
     def _rejoin(self, step: int) -> None:
         """Where the run goes back without a new process: the version that it resumed from is the safe one."""
-        self.next_step = self._commit_by = self._replicated = None
+        self.next_step = self._commit_by = self._replicated = self._replicating = None
         self._promised = 0
         if self.memory is not None and self.memory.arena is not None:
             found = [v for v in self.memory.arena.versions() if v.step <= step]
@@ -422,11 +424,12 @@ class LevelCheckpointer:
         peers = self._peers
         flags = [memory.writable(), memory.committed(), peers is None or not peers.busy()]
         flags += [peers is not None and peers.succeeded, memory.no_room() is None]
+        flags += [peers is None or not peers.error]
         disk, far = self._new_drains()
         peer_s = 0.0 if peers is None else peers.seconds
         numbers = [memory.stall_s, memory.commit_s(), self._step_s.value, disk, far, peer_s]
         agreed = self._agree_numbers(flags, numbers)
-        ready, committed, peers_idle, replicated_all, has_room, *agreed = agreed
+        ready, committed, peers_idle, replicated_all, has_room, peers_work, *agreed = agreed
         stall, commit_s, step_s, disk_s, remote_s, peer_s = agreed
         if not has_room:
             self._leave_tmpfs(run, parts)
@@ -437,7 +440,7 @@ class LevelCheckpointer:
                 self._drop_other_peers(run)
                 self._note_cost("peer", 0.0, peer_s)
             elif run.log is not None:
-                run.log.say(f"copies to peers failed: {peers.error or 'a replica could not be stored'}")
+                run.log.say(f"copies to peers failed: {peers.error or 'another rank could not store one'}")
             self._replicating = None
         if self._step_s.value > 0:
             self._step_s = Mean(step_s, self._step_s.count)
@@ -461,7 +464,9 @@ class LevelCheckpointer:
         self.saves += 1
         levels = self._levels_now()
         self._save_to_memory(run, parts, levels)
-        if peers is not None and "peer" in levels and peers_idle and not peers.error:
+        if self.memory is not memory:  # tmpfs was full: all ranks begin again, on disk
+            return
+        if peers is not None and "peer" in levels and peers_idle and peers_work:
             slot, committed_copy = memory.watch_commit()
             self._replicating = slot, (run.step, self.life)
             peers.begin(committed_copy, self._replicated)
@@ -526,8 +531,10 @@ class LevelCheckpointer:
     def _leave_tmpfs(self, run: RunLike, parts: dict[str, Any]) -> None:
         """It was full before all pages were there, on some rank: all of them begin again, on disk."""
         assert self.memory is not None and self._arenas is not None
-        if self._arenas == host_folder(self.folder.parent, self._disk_base):
+        on_disk = self._arenas == host_folder(self.folder.parent, self._disk_base)
+        if self._any(on_disk and self.memory.no_room() is not None):
             raise UserError(f"there is no room for copies of the state: {self.memory.no_room() or 'on another rank'}")
+        self._replicating = None
         self._full = self.memory.no_room() or "tmpfs is full on another rank"
         path = self.memory.path
         self.memory.close()

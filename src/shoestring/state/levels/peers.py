@@ -35,7 +35,7 @@ from shoestring.state.levels.version import dump_index, parse_index
 
 PIECE_BYTES = 4 << 20
 PROBE_PIECES = 4  # sent at full speed, to see what the link can do
-LEAST_PIECE = 64 << 10  # bytes; less (headers) passes at once, and says nothing about the bandwidth
+LEAST_PIECE = 1 << 20  # bytes; less (headers) passes at once, and says nothing about the bandwidth
 SHARE = 0.5  # of the measured bandwidth that replication takes at most
 Key = tuple[int, str]  # step and life of a version
 
@@ -79,11 +79,14 @@ class RateLimit:
 
     def __init__(self, gbps: float | None) -> None:
         self.rate = None if gbps is None else gbps * 1e9 / 8
+        self._probes = PROBE_PIECES if gbps is None else 0  # that may still tell the rate
         self._ready_at = 0.0
 
     def measured(self, num_bytes: int, seconds: float) -> None:
-        if self.rate is None and seconds > 0:
-            self.rate = SHARE * num_bytes / seconds
+        """The fastest of the first pieces counts: others may have waited for a peer that made room for its slot."""
+        if self._probes and seconds > 0:
+            self._probes -= 1
+            self.rate = max(self.rate or 0.0, SHARE * num_bytes / seconds)
 
     def wait(self, num_bytes: int) -> None:
         if self.rate is None:
@@ -277,6 +280,11 @@ class PeerRounds:
 
     def busy(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Until the round that runs is over."""
+        if self._thread is not None:
+            self._thread.join()
 
     def begin(self, committed: Callable[[], ArenaCopy | None], kept: Key | None = None) -> None:
         """`committed` waits for this rank's commit and returns its copy, or None where it failed; `kept` is the

@@ -347,13 +347,15 @@ class ChunkReader:
 
         def read_chunks() -> None:
             stream = torch.cuda.Stream(device) if device is not None else None
-            with torch.cuda.stream(stream), torch.no_grad(), contextlib.suppress(queue.Empty):
-                while True:
-                    chunk = todo.get_nowait()
-                    if self._read_chunk(chunk, targets[chunk], buffers) != self.copy.chunks[chunk]:
-                        bad.append(chunk)
-            if stream is not None:
-                stream.synchronize()
+            try:
+                with torch.cuda.stream(stream), torch.no_grad(), contextlib.suppress(queue.Empty):
+                    while True:
+                        chunk = todo.get_nowait()
+                        if self._read_chunk(chunk, targets[chunk], buffers) != self.copy.chunks[chunk]:
+                            bad.append(chunk)
+            finally:
+                if stream is not None:  # also after an error: copies may still read the buffers
+                    stream.synchronize()
 
         if device is not None:  # whatever was to write the targets before has done so
             torch.cuda.current_stream(device).synchronize()

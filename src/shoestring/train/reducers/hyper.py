@@ -174,7 +174,7 @@ class Hyper(LGreco):
         return () if wait else [(min(step, LESSONS) + turn) % len(self.bytes_LC)]
 
     def errors(self, layers: Sequence[int], error_MC: np.ndarray) -> None:
-        """A layer's features are those of the step before its plan: what it was measured on."""
+        """Of the plan of this step; the features are those that it was made from."""
         inputs = self._inputs()
         for layer, error_C in zip(layers, error_MC, strict=True):
             at = self.num_lessons % KEPT_LESSONS
