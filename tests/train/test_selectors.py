@@ -90,7 +90,7 @@ def make_hyper(seed: int = 0) -> Hyper:
 
 def facts(step: int, loss: float = 1.0) -> Facts:
     size = np.array([1.0, 30, 1, 1, 1, 1])
-    return Facts(step, size, 4 * size, size, size, loss)
+    return Facts(step, 4 * size, size, loss)
 
 
 def test_the_network_learns_the_errors_of_the_options() -> None:

@@ -93,10 +93,9 @@ class SelectedCompression(Compression):
             numbers = from_bytes(answers[:, : -len(self.layers)], torch.float32).double()
             features = numbers[:, :-1].sum(0).view(-1, NUM_FEATURES).cpu().numpy()
             total_L = self._applied([sums[n] for n in self.layers], chosen)
+            _, given_L, _ = features.T
             # Replicas' losses are parts of the step's loss: they are divided by the count of the whole step.
-            gradient_L, given_L, product_L = features.T
-            loss_now = float(numbers[:, -1].sum())
-            self.selector.observe(Facts(step, gradient_L, given_L, product_L, total_L, loss_now))
+            self.selector.observe(Facts(step, given_L, total_L, float(numbers[:, -1].sum())))
             if measured:
                 self.selector.errors(measured, errors)
             self.selector_seconds += time.perf_counter() - began

@@ -77,9 +77,7 @@ class Facts:
     """What rank 0 knows after a step. Squared norms are sums over the replicas."""
 
     step: int
-    gradient_L: np.ndarray
     given_L: np.ndarray  # of gradient + residual
-    product_L: np.ndarray  # of gradient and gradient + residual
     total_L: np.ndarray  # squared norm of the sum that was applied
     loss: float
 
