@@ -65,8 +65,9 @@ def _verb(name: str, function: Callable[..., Any]) -> list[str]:
             usage.append(word if required else f"[{word} ...]" if "list" in _type(kind) else f"[{word}]")
             arguments.append([f"`{word}`", _cell(info.help)])
         else:
-            flag = next((f for f in info.param_decls or () if f.startswith("--")), None)
-            flag = flag or "--" + parameter.name.replace("_", "-")
+            # typer keeps the first name that is given in `default`, until it builds the command.
+            names = [str(n) for n in (info.default, *(info.param_decls or ())) if str(n).startswith("--")]
+            flag = names[0] if names else "--" + parameter.name.replace("_", "-")
             about = f"{info.help or ''}{f' Also `${info.envvar}`.' if info.envvar else ''}"
             least = "" if info.min is None else f", at least {info.min:g}"
             shown = "flag" if kind is bool else _type(kind).removeprefix("list of ") + least
@@ -226,7 +227,9 @@ def _table(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
 
 def _cell(text: str) -> str:
     """Text that may stand in a table: a bar would end the cell, an asterisk or underscore could begin emphasis."""
-    return text.replace("|", "or").replace("*", "\\*").replace("_", "\\_")
+    parts = text.replace("|", "or").split("`")
+    parts[::2] = [part.replace("*", "\\*").replace("_", "\\_") for part in parts[::2]]  # the others are code
+    return "`".join(parts)
 
 
 def _code(text: str) -> str:

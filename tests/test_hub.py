@@ -321,6 +321,6 @@ def test_a_run_is_pushed_with_its_card(tmp_path: Path, command: Any, monkeypatch
 def test_what_cannot_be_pushed(tmp_path: Path, command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert "nowhere does not exist" in command("push", "nowhere", "me/tiny", fails=True)
-    assert "is no name on the hub" in command("push", "nowhere", "tiny", fails=True)
+    assert "is not a name on the hub" in command("push", "nowhere", "tiny", fails=True)
     (tmp_path / "x.gguf").write_bytes(b"GGUF")
     assert "is a GGUF file" in command("push", "x.gguf", "me/tiny", fails=True)

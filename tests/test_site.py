@@ -11,6 +11,7 @@ import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -127,3 +128,16 @@ def test_what_pages_import_is_there(page: Path) -> None:
         found = importlib.import_module(module)
         for name in names.replace(" ", "").split(","):
             assert name in dir(found) or importlib.util.find_spec(f"{module}.{name}"), f"{module} has no {name}"
+
+
+def test_the_reference_has_the_options_that_the_command_line_takes() -> None:
+    import typer.main
+
+    from shoestring.cli.app import app
+
+    def options(command: Any) -> set[str]:
+        below = set[str]().union(*map(options, getattr(command, "commands", {}).values()))
+        return below | {name for param in command.params for name in param.opts if name.startswith("--")}
+
+    listed = set(re.findall(r"^\| `(--[\w-]+)`", (DOCS / "reference" / "cli.md").read_text(encoding="utf-8"), re.M))
+    assert listed == options(typer.main.get_command(app)) - {"--version"}

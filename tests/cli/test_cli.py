@@ -90,7 +90,7 @@ def assert_one_line_error(result: Result, *needles: str) -> None:
         (["run", "train/dense", "size=huge"], "allowed are tiny, small"),
         (["run", "train/dense", "context=1"], "give 2 or more"),
         (["run", "train/dense", "resume="], "resume= is empty"),
-        (["run", "train/dense", "resume=nowhere"], "is no run folder"),
+        (["run", "train/dense", "resume=nowhere"], "is not a run folder"),
         (["run", "shrink/rtn"], "model=... is required"),
         (["run", "shrink/rtn", "model=x", "format=int5"], "x does not exist"),  # before the recipe is imported
         (["recipes", "train/dens"], "Did you mean 'train/dense'?"),
@@ -133,20 +133,20 @@ def test_bad_values_for_a_good_model(cli: Cli, model_folder: Path, tmp_path: Pat
     assert_one_line_error(cli("run", "train/dense", "data=~nobody-there/x"), "data=~nobody-there/x does not")
     bench = ("bench", "serve", model_folder)
     assert_one_line_error(cli(*bench, "--serve-options", "'x"), "--serve-options")
-    assert_one_line_error(cli(*bench, "--rate", "0"), "is no rate")
+    assert_one_line_error(cli(*bench, "--rate", "0"), "is not a rate")
     assert_one_line_error(cli("generate", model_folder, "the", "--dtype", "int3"), "allowed are auto, fp32")
     for device in ("tpu9", "xpu", "meta"):
         assert_one_line_error(cli("generate", model_folder, "the", "--device", device), "device")
     assert_one_line_error(cli("chat", model_folder), "has no chat template")
     assert_one_line_error(cli("eval", model_folder), "--text FILE")
-    assert_one_line_error(cli("eval", model_folder, "--text", tmp_path / "no.txt"), "is no file")
+    assert_one_line_error(cli("eval", model_folder, "--text", tmp_path / "no.txt"), "is not a file")
     assert_one_line_error(cli("eval", model_folder, "--text", binary), "is not UTF-8")
     assert_one_line_error(cli("eval", model_folder, "--tasks", binary), "binary.txt")
     rtn = ("run", "shrink/rtn", f"model={model_folder}")
     assert_one_line_error(cli(*rtn, "format=int5"), "int5")
     assert_one_line_error(cli(*rtn, "rules=mlp"), "is not glob=format")
     assert_one_line_error(cli(*rtn, "format=int4:g48"), "48")
-    assert_one_line_error(cli("eval", model_folder, "--speed", "--limit", 3), "--limit 3 is of --tasks")
+    assert_one_line_error(cli("eval", model_folder, "--speed", "--limit", 3), "--limit 3 only applies to --tasks")
     for context in (65, 10**6):  # of more tokens than the model has positions
         wanted = f"context={context} does not fit this model, which has 64 positions; give 2 to 64"
         assert_one_line_error(cli("eval", model_folder, "--data", "nowhere", "--context", context), wanted)
@@ -184,7 +184,7 @@ def test_my_own_recipe(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "binary.py").write_bytes(b"\0")
     assert_one_line_error(cli("run", "binary.py"), "error: binary.py", "cannot contain null bytes")
     (tmp_path / "plain.py").write_text("class Config: ...\ndef main(config): ...\n")
-    assert_one_line_error(cli("run", tmp_path / "plain.py"), "plain.py is no dataclass")
+    assert_one_line_error(cli("run", tmp_path / "plain.py"), "plain.py is not a dataclass")
 
 
 @pytest.mark.parametrize("rank", [0, 2])

@@ -147,7 +147,7 @@ def test_what_cannot_be_certified_is_said_before_the_export(
         (["out.gguf", "--certify"], "pip install llama-cpp-python"),
         (["out", "--certify"], "pip install transformers"),
         (["out", "--as", "packed", "--certify"], "only shoestring reads packed folders"),
-        (["out", "--text", "words.txt"], "is what --certify compares on"),
+        (["out", "--text", "words.txt"], "only applies to --certify"),
     ):
         assert run_cli(["export", str(folder), str(tmp_path / arguments[0]), *arguments[1:]]) == 2
         told = capsys.readouterr().err

@@ -93,7 +93,7 @@ def test_a_text_too_short_to_evaluate(text: str, fails: Callable[..., str], own_
         ("shrink/ptq", [*SMALL, "bits_budget=nan"], "bits_budget='nan'"),
         ("shrink/ptq", [*SMALL, "bits_budget=1", "candidates=int2:g32,int4:g32"], "the smallest candidates need"),
         ("shrink/lowbit_best", [*TRAINED, "bits_budget=1", "candidates=int2:g32"], "the smallest candidates need"),
-        ("shrink/ptq", [*SMALL, "spill=nowhere/at/all"], "spill=nowhere/at/all is no folder"),
+        ("shrink/ptq", [*SMALL, "spill=nowhere/at/all"], "spill=nowhere/at/all is not a folder"),
         ("shrink/lowbit_best", [*LOWBIT, "bits_budget=3", "candidates=,"], "candidates= is empty"),
         (
             "shrink/lowbit_best",

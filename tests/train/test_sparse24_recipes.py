@@ -150,7 +150,7 @@ def test_a_text_that_leaves_nothing_to_validate_on_is_said(capsys: pytest.Captur
 
 def test_settings_that_would_do_nothing_are_refused(command: Callable[..., str]) -> None:
     args = ["run", "train/sparse24_sste", "data=text.txt", *TINY, "run=o"]
-    assert "decay=0.001 is of method=srste" in command(*args, "decay=1e-3", fails=True)
+    assert "decay=0.001 only applies to method=srste" in command(*args, "decay=1e-3", fails=True)
     args[1] = "train/sparse24_fst"
     assert "probe=8 is for finding the decay" in command(*args, "probe=8", "decay=1e-3", fails=True)
     assert not Path("o").exists()

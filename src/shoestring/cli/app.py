@@ -60,7 +60,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-bench_app = typer.Typer(help="Measure what runs here.", no_args_is_help=True)
+bench_app = typer.Typer(help="Measure a server under load.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
 app.add_typer(ckpt_app, name="ckpt")
 app.add_typer(reshard_app, name="reshard")
@@ -69,35 +69,46 @@ app.add_typer(reshard_app, name="reshard")
 # -- options that several verbs share ------------------------------------------------------------------
 
 ModelArgument = Annotated[
-    str, typer.Argument(help="A Hugging Face folder, a run folder, a .gguf file, or an id of the hub (org/name).")
+    str,
+    typer.Argument(
+        help="A Hugging Face folder, a run folder, a .gguf file, or an id on the Hugging Face hub (org/name)."
+    ),
 ]
-DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N; auto takes the GPU where there is one.")]
+DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N; auto takes the GPU if there is one.")]
 DtypeOption = Annotated[str, typer.Option(help="auto, fp32, bf16 or fp16; auto is bf16 on a GPU and fp32 on a CPU.")]
 Int8Option = Annotated[
     bool,
     typer.Option(
-        "--int8-activations", help="On a CPU: int layers round their inputs to 8 bits; faster, not quite the same."
+        "--int8-activations",
+        help="On a CPU: integer layers round their inputs to 8 bits. Faster, with slightly different results.",
     ),
 ]
-MaxTokensOption = Annotated[int, typer.Option(min=1, help="New tokens at most.")]
-TemperatureOption = Annotated[float, typer.Option(help="0 always takes the likeliest token.")]
-TopKOption = Annotated[int, typer.Option(help="Choose among the k likeliest tokens; 0 is off.")]
-TopPOption = Annotated[float, typer.Option(help="Choose among the likeliest tokens of this total; 1 is off.")]
-MinPOption = Annotated[float, typer.Option(help="Drop tokens below this fraction of the likeliest; 0 is off.")]
+MaxTokensOption = Annotated[int, typer.Option(min=1, help="The most new tokens to write.")]
+TemperatureOption = Annotated[float, typer.Option(help="0 always takes the most likely token.")]
+TopKOption = Annotated[int, typer.Option(help="Choose among the k most likely tokens; 0 turns it off.")]
+TopPOption = Annotated[
+    float, typer.Option(help="Choose among the most likely tokens that add up to this probability; 1 turns it off.")
+]
+MinPOption = Annotated[
+    float, typer.Option(help="Drop tokens below this fraction of the highest probability; 0 turns it off.")
+]
 SeedOption = Annotated[int | None, typer.Option(help="The same seed gives the same text.")]
 StopOption = Annotated[list[str] | None, typer.Option(help="End the text before this string; may be repeated.")]
 DrafterOption = Annotated[
-    str | None, typer.Option(help="Guess ahead with ngram, a draft model's path, or both: ngram+PATH.")
+    str | None, typer.Option(help="Speculative decoding with ngram, the path of a draft model, or both: ngram+PATH.")
 ]
 SkipOption = Annotated[
     str,
     typer.Option(
-        help="Leave sublayers out: none, adaskip, measured, a file of shrink/skip_set; lossless only guesses ahead."
+        help="Skip sublayers: none, adaskip, measured, or a file of shrink/skip_set; lossless: for drafts only."
     ),
 ]
 OverridesArgument = Annotated[list[str] | None, typer.Argument(help="key=value ...")]
 ConfigOption = Annotated[
-    Path | None, typer.Option("--config", metavar="FILE", help="Settings from a YAML file; key=value changes them.")
+    Path | None,
+    typer.Option(
+        "--config", metavar="FILE", help="Read settings from a YAML file; key=value on the command line wins."
+    ),
 ]
 StatsOption = Annotated[bool, typer.Option("--stats", help="Print tokens and tokens per second at the end.")]
 
@@ -107,7 +118,7 @@ StatsOption = Annotated[bool, typer.Option("--stats", help="Print tokens and tok
 
 @app.command()
 def demo(overrides: OverridesArgument = None, config: ConfigOption = None) -> None:
-    """The whole path on this machine in minutes: train, shrink, evaluate, chat, report."""
+    """The whole path on this machine, in minutes: train, shrink, evaluate, chat, report."""
     _run_recipe("demo", overrides or [], config)
 
 
@@ -130,24 +141,27 @@ def recipes(name: Annotated[str | None, typer.Argument(help="Show one recipe and
 
 @app.command()
 def run(
-    recipe: Annotated[str, typer.Argument(help="A name (train/dense) or your .py file; --help: its settings.")],
+    recipe: Annotated[
+        str, typer.Argument(help="A name (train/dense) or your .py file; add --help to see its settings.")
+    ],
     overrides: OverridesArgument = None,
     config: ConfigOption = None,
 ) -> None:
-    """Run a recipe; torchrun --nproc-per-node N -m shoestring run ... does it on N processes."""
+    """Run a recipe. For N processes: torchrun --nproc-per-node N -m shoestring run ..."""
     _run_recipe(recipe, overrides or [], config)
 
 
 @app.command()
 def pretrain(
     data: Annotated[
-        str | None, typer.Argument(help="A file, a folder or a glob of texts; python: the sources here.")
+        str | None,
+        typer.Argument(help="A file, a folder or a glob of texts; python: the Python sources of this machine."),
     ] = None,
     overrides: OverridesArgument = None,
-    method: Annotated[str, typer.Option(help="dense, or 2:4 sparse training: fst, sste.")] = "dense",
+    method: Annotated[str, typer.Option(help="dense, fst or sste; fst and sste train 2:4 sparse.")] = "dense",
     config: ConfigOption = None,
 ) -> None:
-    """Train a model from scratch: short for run train/dense data=DATA; --method fst or sste trains it 2:4 sparse."""
+    """Train a model from scratch. Short for: run train/dense data=DATA"""
     recipes_of = {"dense": "train/dense", "fst": "train/sparse24_fst", "sste": "train/sparse24_sste"}
     if method not in recipes_of:
         raise UserError(
@@ -166,7 +180,7 @@ def quantize(
     overrides: OverridesArgument = None,
     config: ConfigOption = None,
 ) -> None:
-    """Shrink a model to few bits: short for run shrink/rtn; with calib=FILE or method=... for run shrink/ptq."""
+    """Shrink a model to few bits. Short for: run shrink/rtn, or run shrink/ptq with calib=FILE or method=..."""
     given = overrides or []
     if _is_setting(format):  # the format was left out
         given, format = [format, *given], "int4"
@@ -195,7 +209,7 @@ def generate(
     dtype: DtypeOption = "auto",
     int8_activations: Int8Option = False,
 ) -> None:
-    """Continue a text, streaming it to the terminal; torchrun -m shoestring generate ... shares the model out."""
+    """Continue a text and stream it to the terminal. Under torchrun the model is split over the processes."""
     find_model(model)  # before anything heavy is imported
     from shoestring.evals.model_row import need_tokenizer
     from shoestring.serve import Sampling
@@ -223,14 +237,16 @@ def chat(
     top_p: TopPOption = 1.0,
     min_p: MinPOption = 0.0,
     seed: SeedOption = None,
-    context: Annotated[int, typer.Option(help="Tokens of chat to remember; the oldest messages go first.")] = 4096,
+    context: Annotated[
+        int, typer.Option(help="Tokens of chat to remember; the oldest messages are dropped first.")
+    ] = 4096,
     skip: SkipOption = "none",
     stats: StatsOption = False,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     int8_activations: Int8Option = False,
 ) -> None:
-    """Talk to a chat model, with its own chat template. Also reads one message per line from a pipe."""
+    """Talk to a chat model, with its own chat template. Reads one message per line, from a pipe too."""
     find_model(model)
     from shoestring.evals.model_row import need_tokenizer
     from shoestring.model.chat import fault
@@ -261,7 +277,7 @@ def chat(
 @app.command()
 def serve(
     model: ModelArgument,
-    host: Annotated[str, typer.Option(help="The address to listen on; 0.0.0.0 is all.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="The address to listen on; 0.0.0.0 listens on all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="The port to listen on; 0 takes a free one.")] = 8000,
     model_name: Annotated[str | None, typer.Option(help="What clients call the model.")] = None,
     api_key: Annotated[
@@ -270,52 +286,66 @@ def serve(
     drafter: DrafterOption = None,
     skip: SkipOption = "none",
     max_requests: Annotated[
-        int | None, typer.Option(help="Texts computed at the same time; default: by memory and measured steps.")
+        int | None, typer.Option(help="Requests computed at the same time; default: from memory and measured steps.")
     ] = None,
     max_queue: Annotated[
         int | None,
-        typer.Option(help="Texts that may wait; one more is refused. Default: twice max-requests, at least 64."),
+        typer.Option(help="Requests that may wait; more are refused. Default: twice max-requests, at least 64."),
     ] = None,
-    max_context: Annotated[int | None, typer.Option(help="Prompt and new tokens of one text.")] = None,
+    max_context: Annotated[
+        int | None, typer.Option(help="The most tokens of one request, prompt and new ones together.")
+    ] = None,
     deadline: Annotated[float, typer.Option(help="Seconds after which a request is ended.")] = 600.0,
-    drain: Annotated[float, typer.Option(help="Seconds to finish in after SIGTERM.")] = 30.0,
+    drain: Annotated[float, typer.Option(help="Seconds to finish running requests after SIGTERM.")] = 30.0,
     rank_timeout: Annotated[
         float, typer.Option(help="Under torchrun: a process that is silent for this many seconds has failed.")
     ] = 20.0,
-    max_body_mb: Annotated[float, typer.Option(help="The largest request body.")] = 4.0,
+    max_body_mb: Annotated[float, typer.Option(help="The largest request body in MB.")] = 4.0,
     max_connections: Annotated[int, typer.Option(help="Open connections; idle ones make room for new ones.")] = 512,
     header_timeout: Annotated[float, typer.Option(help="Seconds a client has to send a request's header.")] = 10.0,
     body_timeout: Annotated[float, typer.Option(help="Seconds a client has to send a request's body.")] = 60.0,
-    read_timeout: Annotated[float, typer.Option(help="A client that reads nothing for so long is cut off.")] = 60.0,
+    read_timeout: Annotated[
+        float, typer.Option(help="Seconds after which a client that reads nothing is disconnected.")
+    ] = 60.0,
     allow_host: Annotated[
         list[str] | None,
-        typer.Option(help="A name of this server, beside localhost and addresses; only matters without keys."),
+        typer.Option(
+            help="A further host name of this server, besides localhost and addresses; only checked without API keys."
+        ),
     ] = None,
     allow_origin: Annotated[
-        list[str] | None, typer.Option(help="A web site whose pages may call; may be repeated.")
+        list[str] | None, typer.Option(help="A web site whose pages may call the server (CORS); may be repeated.")
     ] = None,
-    chat_template: Annotated[Path | None, typer.Option(help="A Jinja file instead of the model's.")] = None,
+    chat_template: Annotated[
+        Path | None, typer.Option(help="A Jinja file to use instead of the model's chat template.")
+    ] = None,
     tool_format: Annotated[
-        str, typer.Option(help="How the model writes tool calls: auto (as its template says), hermes, llama3, mistral.")
+        str, typer.Option(help="How the model writes tool calls: auto (from its template), hermes, llama3 or mistral.")
     ] = "auto",
     pooling: Annotated[
-        str, typer.Option(help="Of embeddings: mean, last, cls (encoders); auto is what the folder says, else mean.")
+        str,
+        typer.Option(
+            help="Pooling of embeddings: mean, last or cls (encoders only); auto reads the folder, else mean."
+        ),
     ] = "auto",
-    metrics_prefix: Annotated[str, typer.Option(help="First part of the metrics' names.")] = "shoestring",
+    metrics_prefix: Annotated[str, typer.Option(help="Prefix of the metrics' names.")] = "shoestring",
     follow: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Take over the weights that a training run publishes there.")
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Take new weights from the training run that publishes them there."),
     ] = None,
     on_update: Annotated[
         str,
-        typer.Option(help="drain: running texts end with the old weights; recompute: they go on with the new ones."),
+        typer.Option(
+            help="drain: running requests finish with the old weights; recompute: they continue with the new ones."
+        ),
     ] = "drain",
-    update_wait: Annotated[float, typer.Option(help="Seconds that drain waits for running texts.")] = 30.0,
+    update_wait: Annotated[float, typer.Option(help="Seconds that drain waits for running requests.")] = 30.0,
     follow_drafter: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="The same for the draft model of --drafter.")
     ] = None,
-    follow_older: Annotated[bool, typer.Option("--follow-older", help="Also take over an older step.")] = False,
+    follow_older: Annotated[bool, typer.Option("--follow-older", help="Also accept an older step.")] = False,
     verify: Annotated[
-        bool, typer.Option("--verify", help="First check checksums, and that all weights are numbers.")
+        bool, typer.Option("--verify", help="Check all checksums first, and that no weight is NaN or infinite.")
     ] = False,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
@@ -397,14 +427,18 @@ def evaluate(
     from shoestring.runlog import RunLog
 
     if limit is not None and not tasks:
-        raise UserError(f"--limit {limit} is of --tasks: give a task, or --max-tokens to read less text")
+        raise UserError(
+            f"--limit {limit} only applies to --tasks; give a task file, or use --max-tokens to read less text"
+        )
     for task in tasks or []:
         read_task(task, limit=limit)  # what is wrong with a file is said before the long work
     loaded = _load(model, device, dtype, int8_activations)
     context = usual_context(loaded.spec, context)
     tokens, name = text_tokens(loaded, model, text=text, data=data)
     if tokens is None and not tasks and not speed:
-        raise UserError(f"{model} has no corpus of its own; say what to evaluate on: --text FILE, --data, --tasks")
+        raise UserError(
+            f"{model} has no corpus of its own; choose what to evaluate on with --text FILE, --data or --tasks"
+        )
     lengths = {"context": context, "stride": stride, "max_tokens": max_tokens}
     rows = [evaluate_row(loaded, model, tokens, name, speed=speed, **lengths)]  # type: ignore[arg-type]
     rows += [measure_task(loaded, model, task, limit) for task in tasks or []]
@@ -418,7 +452,7 @@ def evaluate(
 def inspect(
     path: Annotated[str, typer.Argument(help="A run, a model folder, a checkpoint or a .gguf file.")],
     against: Annotated[
-        str | None, typer.Option(help="The model it was made from: how far each layer's weight has moved.")
+        str | None, typer.Option(help="The model it was made from: show the error of each layer's weight.")
     ] = None,
     layers: Annotated[bool, typer.Option("--layers", help="One row per weight, not per kind.")] = False,
     verify: Annotated[
@@ -447,17 +481,21 @@ def inspect(
 @app.command()
 def export(
     model: ModelArgument,
-    out: Annotated[Path, typer.Argument(help="The folder to write, or a name that ends in .gguf; it must be free.")],
+    out: Annotated[
+        Path, typer.Argument(help="The folder to write, or a file name that ends in .gguf; it must not exist yet.")
+    ],
     layout: Annotated[
         str | None,
         typer.Option("--as", help="dense, packed (ours), compressed-tensors, gptq, awq, fp8 (for vLLM) or gguf."),
     ] = None,
     dtype: Annotated[
-        str, typer.Option(help="Of folders: auto, fp32, bf16 or fp16; auto is bf16, or the dtype of the scales.")
+        str, typer.Option(help="For folders: auto, fp32, bf16 or fp16; auto is bf16, or the dtype of the scales.")
     ] = "auto",
     kind: Annotated[
         str,
-        typer.Option("--type", help="Of GGUF: F16, BF16, Q8_0, Q4_0, ..., Q4_K_M; auto: the smallest that is exact."),
+        typer.Option(
+            "--type", help="For GGUF: F16, BF16, Q8_0, Q4_0, ..., Q4_K_M; auto takes the smallest exact type."
+        ),
     ] = "auto",
     certify: Annotated[
         bool,
@@ -477,7 +515,7 @@ def export(
 
     check_free(out)
     if text is not None and not certify:
-        raise UserError(f"--text {text} is what --certify compares on: give both, or none")
+        raise UserError(f"--text {text} only applies to --certify; give both options or neither")
     words = None if text is None else read_text(text)
     if certify:
         certificate.check_target(pick_layout(out, layout))
@@ -496,9 +534,9 @@ def export(
 @app.command()
 def push(
     run: Annotated[str, typer.Argument(help="A run folder or a model folder.")],
-    repo: Annotated[str, typer.Argument(help="Where to on the hub: org/name, or org/name@branch.")],
+    repo: Annotated[str, typer.Argument(help="The repository on the hub: org/name, or org/name@branch.")],
     private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
-    message: Annotated[str | None, typer.Option(help="The line of the commit.")] = None,
+    message: Annotated[str | None, typer.Option(help="The commit message.")] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Upload nothing: print the files and the model card.")
     ] = False,
@@ -515,7 +553,7 @@ def push(
 
 @app.command("env")
 def environment() -> None:
-    """Versions, devices, kernels that will be used and why not others, the cache: for bug reports."""
+    """Versions, devices, which kernels will be used and why not others, and the cache. For bug reports."""
     from shoestring.cli.environment import summarize_machine
 
     for table in summarize_machine():
@@ -538,28 +576,28 @@ def network(
 
 @bench_app.command("serve")
 def bench_serve(
-    target: Annotated[str, typer.Argument(help="A running server (http://...), or a MODEL to serve for this.")],
+    target: Annotated[str, typer.Argument(help="A running server (http://...), or a MODEL to start one for.")],
     rate: Annotated[
-        float | None, typer.Option(help="Requests per second; default: 1, or as fast as the trace.")
+        float | None, typer.Option(help="Requests per second; default: 1, or the rate of the trace.")
     ] = None,
-    seconds: Annotated[float, typer.Option(min=0.1, help="For how long requests are sent.")] = 30.0,
+    seconds: Annotated[float, typer.Option(min=0.1, help="How long to send requests.")] = 30.0,
     trace: Annotated[
         Path | None, typer.Option(help="Arrivals and lengths from a CSV: TIMESTAMP, ContextTokens, GeneratedTokens.")
     ] = None,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a prompt (without a trace).")] = 128,
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer (without a trace).")] = 64,
-    slo_ttft: Annotated[float, typer.Option(help="Promise: seconds to the first token.")] = 1.0,
-    slo_tpot: Annotated[float, typer.Option(help="Promise: seconds per token after it.")] = 0.1,
-    seed: Annotated[int, typer.Option(help="Decides arrivals and prompts.")] = 0,
+    slo_ttft: Annotated[float, typer.Option(help="Target (SLO): seconds to the first token.")] = 1.0,
+    slo_tpot: Annotated[float, typer.Option(help="Target (SLO): seconds per token after the first.")] = 0.1,
+    seed: Annotated[int, typer.Option(help="Seed of arrivals and prompts.")] = 0,
     api_key: Annotated[str | None, typer.Option(envvar="SHOESTRING_API_KEY", help="The server's key.")] = None,
     serve_options: Annotated[
-        str, typer.Option(help="Options of the server started for a MODEL, e.g. '--max-requests 32'.")
+        str, typer.Option(help="Options for the server that is started for a MODEL, e.g. '--max-requests 32'.")
     ] = "",
     save: Annotated[
         Path | None, typer.Option("--save", metavar="FILE", help="Append the result to FILE as a line of JSON.")
     ] = None,
 ) -> None:
-    """Send requests at a rate or as in a trace: latency percentiles, throughput, goodput under an SLO."""
+    """Send requests at a rate or from a trace; report latency percentiles, throughput and goodput under an SLO."""
     from shoestring.evals.server_load import Slo, at_url, check_save, from_trace, poisson, run_load
 
     if trace is not None:
@@ -569,7 +607,7 @@ def bench_serve(
         plan = poisson(asked, seconds, num_prompt=prompt_tokens, num_new=new_tokens, seed=seed)
     slo = Slo(slo_ttft, slo_tpot)
     if not plan:  # said before a server starts
-        raise UserError("no request falls into this time; give a longer time or a higher rate")
+        raise UserError("no request arrives in that time; give a longer time or a higher rate")
     check_save(save)
     with at_url(target, serve_options) as url:
         case = f"{'trace' if trace else 'Poisson'}, {Path(target).name}"
@@ -710,6 +748,6 @@ def _print_version(asked: bool) -> None:
 @app.callback()
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Versions.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print versions and exit.")
     ] = False,
 ) -> None: ...

@@ -223,7 +223,7 @@ def with_errors(stored: list[Stored], folder: Path, spec: ModelSpec) -> tuple[li
             case {"name": str(name)} if all(type(layer.get(e)) in (float, int, type(None)) for e in ERRORS):
                 known[name] = layer
             case _:
-                raise UserError(f"{path}: {shown(layer)} is no layer with a name and its errors; delete the file")
+                raise UserError(f"{path}: {shown(layer)} is not a layer with a name and its errors; delete the file")
     if not known:
         return stored, ""
     found = []

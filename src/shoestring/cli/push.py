@@ -49,13 +49,15 @@ def push(given: str, repo: str, *, private: bool = False, dry_run: bool = False,
     asked = hub_id(f"{repo}")
     if asked is None or asked.file is not None or Path(repo).exists():
         raise UserError(
-            f"{shown(repo)} is no name on the hub; write it as org/name or user/name, with @branch for a branch"
+            f"{shown(repo)} is not a name on the hub; write it as org/name or user/name, with @branch for a branch"
         )
     if not Path(given).expanduser().exists():
         raise UserError(f"{given} does not exist; give a run folder or a model folder of this machine")
     folder = model_of(Path(given).expanduser())
     if folder.is_file():
-        raise UserError(f"{given} is a GGUF file; push takes folders: put it into one, beside a README.md of your own")
+        raise UserError(
+            f"{given} is a GGUF file; push takes folders: put it into a folder with a README.md of your own"
+        )
     files = model_files(folder)
     own = (folder / "README.md").is_file()
     runs = lineage(Path(given).expanduser()) or lineage(folder)

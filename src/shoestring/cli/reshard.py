@@ -29,7 +29,7 @@ MESH_HELP = "dp=16, replica=8,tp=2, '2x4:S(0),R' (sizes and placements)"
 @reshard_app.command()
 def explain(
     src: Annotated[str, typer.Argument(help=f"Where the tensors are: {MESH_HELP} or a checkpoint folder.")],
-    dst: Annotated[str, typer.Argument(help=f"Where they shall be: {MESH_HELP}.")],
+    dst: Annotated[str, typer.Argument(help=f"Where they go: {MESH_HELP}.")],
     model: Annotated[str | None, typer.Option(help="The model whose parameters are moved: a folder.")] = None,
     tensor: Annotated[
         list[str] | None, typer.Option(help="A shape instead, such as 1024x4096; may be repeated.")
@@ -85,7 +85,7 @@ def _layouts(text: str, first_rank: int) -> tuple[LayoutOf, int]:
     if ":" in text:
         sizes_text, _, placements_text = text.partition(":")
         if not re.fullmatch(r"[1-9]\d{0,5}(x[1-9]\d{0,5})*", sizes_text):
-            raise UserError(f"{text!r}: {sizes_text!r} are no sizes of mesh axes; give them like 2x4")
+            raise UserError(f"{text!r}: {sizes_text!r} is not a list of mesh sizes; write it like 2x4")
         sizes = tuple(int(n) for n in sizes_text.split("x"))
         if math.prod(sizes) > MOST_RANKS:
             raise UserError(f"{text!r} has {math.prod(sizes):,} ranks; at most {MOST_RANKS:,} can be planned")
@@ -101,7 +101,9 @@ def _layouts(text: str, first_rank: int) -> tuple[LayoutOf, int]:
 
 def _shapes(model: str | None, tensors: list[str], itemsize: int) -> Shapes:
     if (model is None) == (not tensors):
-        raise UserError("say what is moved: --model FOLDER, or --tensor SHAPE (such as 1024x4096) one or more times")
+        raise UserError(
+            "give the tensors to move: --model FOLDER, or --tensor SHAPE (such as 1024x4096) one or more times"
+        )
     if model is not None:
         return _model_shapes(model, itemsize)
     for shape in tensors:

@@ -59,8 +59,8 @@ def open_engine(
 
     if ranks is not None and skip != "none" and not _is_files(skip):
         raise UserError(
-            f"--skip {skip} looks for a set with the whole model, which is shared out over processes here; "
-            "find one first (shoestring run shrink/skip_set) and give its file"
+            f"--skip {skip} searches on the whole model, which is split over processes here; "
+            "search first (shoestring run shrink/skip_set) and give the file"
         )
     guess = None
     if drafter is not None:

@@ -235,7 +235,7 @@ def check_apart(settings: dict[str, Any], *keys: str) -> None:
 def read_tokens(path: Path, tokenizer: Tokenizer) -> Tensor:
     """A whole text file as token ids, at least two."""
     if not path.is_file():
-        raise UserError(f"{path} is no file; give a text file, or a corpus with data")
+        raise UserError(f"{path} is not a file; give a text file, or a corpus with data")
     ids = tokenizer.encode(read_text(path))
     if len(ids) < 2:
         raise UserError(f"{path} has less than two tokens; give a longer text")

@@ -92,7 +92,7 @@ def from_trace(path: Path, seconds: float, *, rate: float | None = None) -> list
 
 def _check(rate: float, seconds: float) -> None:
     if not 0 < rate < math.inf:
-        raise UserError(f"{rate:g} is no rate of requests per second; give a number above 0")
+        raise UserError(f"{rate:g} is not a rate in requests per second; give a number above 0")
     if not 0 < seconds < math.inf:
         raise UserError(f"requests cannot be sent for {seconds:g} seconds; give a number above 0")
 
@@ -196,7 +196,7 @@ class Slo:
     def __post_init__(self) -> None:
         for name, value in (("slo_ttft", self.ttft_s), ("slo_tpot", self.tpot_s)):
             if not value > 0:
-                raise UserError(f"{name}={value} is no target; give seconds above 0")
+                raise UserError(f"{name}={value} is not a target; give seconds above 0")
 
     def kept(self, sent: Sent) -> bool:
         return sent.whole and sent.ttft <= self.ttft_s and sent.tpot <= self.tpot_s

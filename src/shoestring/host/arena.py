@@ -98,7 +98,7 @@ class Arena:
                 raise UserError(f"{path} is not a plain file of this user; delete it")
             head = os.pread(fd, _GEOMETRY.size + _SUM, 0)
             if len(head) < _GEOMETRY.size + _SUM or head[:8] != MAGIC:
-                raise UserError(f"{path} is no arena of Shoestring; delete it")
+                raise UserError(f"{path} is not an arena of Shoestring; delete it")
             _, version, algorithm, num_slots, index_bytes, slot_bytes = _GEOMETRY.unpack(head[: _GEOMETRY.size])
             if version != VERSION:
                 raise UserError(f"{path} has version {version}, this program reads {VERSION}; update Shoestring")
@@ -278,7 +278,9 @@ def own_folder(path: Path) -> Path:
     path.mkdir(parents=True, exist_ok=True, mode=0o700)
     status = path.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-        raise UserError(f"{path} belongs to another user or is no folder; set SHOESTRING_MEMORY_DIR to another place")
+        raise UserError(
+            f"{path} belongs to another user or is not a folder; set SHOESTRING_MEMORY_DIR to another place"
+        )
     if status.st_mode & 0o077:
         path.chmod(0o700)
     return path

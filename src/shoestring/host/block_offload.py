@@ -110,7 +110,7 @@ def activation_store(
 def check_spill(folder: str | None) -> None:
     """UserError for a missing folder, before the run starts: the store is made only after minutes."""
     if folder is not None and not Path(folder).is_dir():
-        raise UserError(f"spill={folder} is no folder; give one that is there, with room for activations")
+        raise UserError(f"spill={folder} is not a folder; give an existing folder with room for activations")
 
 
 def fits_on_device(num_params: int, device: torch.device, dtype: torch.dtype) -> bool:

@@ -62,7 +62,7 @@ def pick_layout(out: Path, layout: str | None) -> str:
         return GGUF if out.suffix == ".gguf" else "dense"
     if layout == "speculators":
         raise UserError(
-            "--as speculators is for heads that read the target's hidden states (EAGLE and its kin); a drafter made by "
+            "--as speculators is for heads that read the target's hidden states (such as EAGLE); a drafter made by "
             "shrink/drafter is a model of its own: write it --as dense and give vLLM the folder as the model of "
             "speculative_config"
         )

@@ -113,7 +113,7 @@ class Fp8Files:
         if part == "codes":
             codes = self._files.read(f"{module}.weight", index).view(torch.uint8)
             if bool(((codes & 127) == 127).any()):
-                raise UserError(f"{self.folder}: {module + '.weight'!r} holds values that are no numbers")
+                raise UserError(f"{self.folder}: {module + '.weight'!r} holds NaN values")
             return codes
         scale = self._files.read(self._scales[module])
         scale = scale.reshape(-1, 1).expand(self.shape(name)) if scale.ndim < 2 else scale

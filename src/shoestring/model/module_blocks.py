@@ -122,7 +122,7 @@ class ModuleBlocks(BlocksModel):
         for index in range(len(self.blocks)):
             if index not in seen or (index and not torch.equal(seen[index][0], outs[index - 1])):
                 raise UserError(
-                    f"block {index} does not read what block {index - 1} gives: the blocks are no chain in the order "
+                    f"block {index} does not read what block {index - 1} writes: the blocks form no chain in the order "
                     "given; give the list of blocks that the model runs one after the other"
                 )
             _, rest, others = seen[index]

@@ -165,7 +165,7 @@ class SkipSet:
             return cls(skipped, name=str(data.get("name", "")))
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise UserError(
-                f"{where} is no skip set ({error!r}); write one with shoestring run shrink/skip_set"
+                f"{where} is not a skip set ({error!r}); write one with shoestring run shrink/skip_set"
             ) from None
 
     @classmethod

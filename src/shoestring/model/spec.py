@@ -84,7 +84,7 @@ class Experts:
     def __post_init__(self) -> None:
         if not 1 <= self.top_k <= self.num <= MOST_EXPERTS or not 1 <= self.d_ff <= MOST_SIZE:
             raise UserError(
-                f"{self.top_k} of {self.num} experts of width {self.d_ff} are not a model's: at most {MOST_EXPERTS:,} "
+                f"{self.top_k} of {self.num} experts of width {self.d_ff} are not possible: at most {MOST_EXPERTS:,} "
                 "experts, and as many chosen at most"
             )
 
@@ -133,7 +133,7 @@ class ModelSpec:
             size, most = getattr(self, name), MOST_LAYERS if name == "num_layers" else MOST_SIZE
             if not isinstance(size, int) or not 1 <= size <= most:
                 raise UserError(
-                    f"{name}={size!r} is not a model's: allowed are 1 to {most:,}; check the config or the header"
+                    f"{name}={size!r} is not possible: allowed are 1 to {most:,}; check the config or the header"
                 )
         if self.num_heads % self.num_kv_heads:
             raise UserError(

@@ -94,7 +94,7 @@ def check_vocabulary(fields: Mapping[str, Any]) -> None:
             raise UserError(f"tokenizer.ggml.{key} of the GGUF file is not a list of {name}; it is damaged")
     long = [t for t in fields.get("tokenizer.ggml.tokens") or () if len(t) > MOST_LETTERS]
     if long or not all(math.isfinite(s) for s in fields.get("tokenizer.ggml.scores") or ()):
-        raise UserError("the GGUF vocabulary has scores that are no numbers, or endless tokens; it is damaged")
+        raise UserError("the GGUF vocabulary has scores that are NaN, or tokens that are too long; it is damaged")
     for key, value in fields.items():
         known = key.startswith("tokenizer.") and value is not None
         if known and key.endswith("_token_id") and (type(value) is not int or not 0 <= value <= MOST_TOKEN_ID):

@@ -91,10 +91,12 @@ QUICK: dict[str, Any] = {"steps": 100, "max_mb": 2.0, "eval_tokens": 1024}
 class Config:
     quick: bool = option(False, "less of everything: under 3 minutes on 2 cores")
     steps: int = option(400, "training steps of the small model", least=1)
-    data: str = option("python", "what to train it on: the Python sources here, or a file or folder of yours")
+    data: str = option(
+        "python", "what to train it on: the Python sources of this machine, or a file or folder of yours"
+    )
     max_mb: float = option(8.0, "megabytes of it to read", least=0.001)
     d_model: int = option(192, "width of the small model", least=1)
-    pretrained: bool = option(True, "also quantize and chat with SmolLM2-135M-Instruct")
+    pretrained: bool = option(True, "also quantize SmolLM2-135M-Instruct and chat with it")
     eval_tokens: int = option(4096, "tokens per perplexity", least=1)
     device: str = option("auto", "auto, cpu, cuda or cuda:1 ...")
     run: str | None = option(None, "folder for this run; none makes runs/demo-DATE")

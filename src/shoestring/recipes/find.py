@@ -69,7 +69,7 @@ def load_recipe(name: str) -> ModuleType:
             f"{name} defines no {' and no '.join(missing)}; a recipe has a dataclass Config and main(config)"
         )
     if not dataclasses.is_dataclass(module.Config):
-        raise UserError(f"Config of {name} is no dataclass; write @dataclass(frozen=True) above it")
+        raise UserError(f"Config of {name} is not a dataclass; write @dataclass(frozen=True) above it")
     return module
 
 
@@ -86,7 +86,7 @@ def _saved_config(recipe: ModuleType, folder: Path) -> Any:
     saved = read_config(folder)
     name, values = saved.get("recipe"), saved.get("config")
     if name is None or not isinstance(values, dict):
-        raise UserError(f"resume={folder} is no run folder: no run's config.json is there; runs are in runs/")
+        raise UserError(f"resume={folder} is not a run folder: it has no config.json of a run; runs are in runs/")
     if name != recipe_name(recipe):
         raise UserError(f"resume={folder}: that run was made by {name}; use shoestring run {name} resume={folder}")
     return from_json(recipe.Config, values)

@@ -83,7 +83,7 @@ class LowbitSettings:
     prompts: str | None = option(None, "text or .jsonl of prompts; the model itself writes the training text")
     num_prompts: int = option(3000, "prompts to complete at most", least=1)
     max_new: int = option(1024, "tokens of a completion at most", least=1)
-    temperature: float = option(0.7, "of the completions", least=0)
+    temperature: float = option(0.7, "sampling temperature of the completions", least=0)
     max_requests: int | None = option(None, "completions at a time; none: 16 on a CPU, 256 on a GPU", least=1)
     data: str | None = option(None, "instead of prompts: a corpus to train on")
     max_mb: float | None = option(100.0, "read at most this many megabytes of it; none reads all", least=0.001)
@@ -94,7 +94,7 @@ class LowbitSettings:
     context: int = option(1024, "tokens per row", least=1)
     micro: int | None = option(8, "rows per forward pass on one rank; none: all at once", least=1)
     clip: float = option(1.0, "largest gradient norm; 0 is off", least=0)
-    seed: int = option(0, "of the text and the order of the data")
+    seed: int = option(0, "random seed of the text and the order of the data")
     text: str | None = option(None, "a text file: perplexity before and after; not the training text")
     eval_context: int = option(1024, "tokens the model sees at once in the evaluation", least=2)
     eval_tokens: int = option(16384, "tokens of the text to evaluate at most", least=2)
@@ -110,7 +110,7 @@ class LowbitSettings:
     save_every: int = option(50, "steps between checkpoints; 0 saves only on Ctrl-C", least=0)
     out: str | None = option(None, "folder for the packed model; none puts it into the run folder")
     run: str | None = option(None, "folder for this run; none makes one under runs/")
-    resume: str | None = option(None, "a stopped run folder to go on with; its settings are taken over")
+    resume: str | None = option(None, "a stopped run folder to continue; its settings are used")
     resume_from: ResumeFrom = option("newest", "previous: from the checkpoint before the newest, which is set aside")
 
 
@@ -135,19 +135,25 @@ class BestSettings(LowbitSettings):
     epochs: int = option(4, "passes over those rows", least=1)
     block_batch: int = option(4, "rows in a step of the block-wise stage", least=1)
     memory_gb: float = option(8.0, "activations beyond this go to a file", least=0)
-    teacher: Literal["live", "cached"] = option("live", "the full model beside the student, or only its top-k on disk")
+    teacher: Literal["live", "cached"] = option(
+        "live", "live: the full model runs beside the student; cached: its top-k is on disk"
+    )
     gamma: float | None = option(
         0.0, "weight of the reverse divergence; none: the full model's confidence, as BitDistiller's"
     )
     batch: int = option(8, "rows per step over all ranks", least=1)
     steps: int = option(800, "optimizer steps end to end", least=1)
-    lr_weight: float = option(5e-3, "of the root mean square of a layer's weights; 0 freezes them", least=0)
-    lr_scale: float = option(3e-4, "of the mean of a layer's scales", least=0)
-    lr_zero: float = option(5e-3, "codes", least=0)
-    lr_norm: float = option(2e-3, "of the root mean square of a norm or bias", least=0)
-    lr_rest: float = option(5e-3, "of the root mean square of embeddings and head; 0 freezes them", least=0)
+    lr_weight: float = option(
+        5e-3, "learning rate of weights, relative to a layer's root mean square; 0 freezes them", least=0
+    )
+    lr_scale: float = option(3e-4, "learning rate of scales, relative to a layer's mean scale", least=0)
+    lr_zero: float = option(5e-3, "learning rate of zero points, in codes", least=0)
+    lr_norm: float = option(2e-3, "learning rate of norms and biases, relative to their root mean square", least=0)
+    lr_rest: float = option(
+        5e-3, "learning rate of embeddings and head, relative to their root mean square; 0 freezes them", least=0
+    )
     part: float | None = option(
-        None, "of all these rates; none: by the bits, 1 at 2, 0.25 at 3 and 4 (derived: twice that)", least=0
+        None, "multiplies these rates; none: 1 at 2 bits, 0.25 at 3 and 4 bits (grids=derived: twice that)", least=0
     )
 
 

@@ -76,7 +76,7 @@ TRAINING = (
 @dataclass(frozen=True)
 class Prune24Settings:
     model: str = option("", "a Hugging Face folder, a run folder or a .gguf file")
-    layers: str = option("*", "glob of the layers to prune; the output head only where its name is spelled out")
+    layers: str = option("*", "glob of the layers to prune; the output head only if it is named")
     embed: str = option("dense", f"packed/: {EMBED_HELP}")
     method: Literal["sparsegpt", "wanda", "magnitude"] = option("sparsegpt", "the one-shot method")
     calib: str | None = option(None, "calibration text or corpus; a run is calibrated on its own training text")
@@ -85,8 +85,8 @@ class Prune24Settings:
     damping: float = option(0.01, "sparsegpt: added to the Hessian's diagonal, as a part of its mean")
     stream: Literal["auto", "true", "false"] = option(
         "auto",
-        "one-shot; true: the model stays in the host's memory and one block at a time goes to the device; auto: where "
-        "the whole model would take more than half of the device's free memory",
+        "one-shot; true: the model stays in the host's memory and one block at a time goes to the device; auto: "
+        "where the whole model would take more than half of the device's free memory",
     )
     memory_gb: float = option(4.0, "activations beyond this go to a file", least=0)
     spill: str | None = option(None, "folder for that file; none: the system's temporary folder")
@@ -105,24 +105,30 @@ class Prune24Settings:
     batch: int = option(16, "rows per step over all ranks", least=1)
     context: int = option(1024, "tokens per row", least=1)
     micro: int | None = option(None, "rows per forward pass on one rank, to save memory; none: all at once", least=1)
-    lr: float = option(2e-4, "peak learning rate; cast wants more", least=0)
+    lr: float = option(2e-4, "peak learning rate; cast needs a larger one", least=0)
     warmup: int = option(50, "steps of linear warm-up", least=0)
     schedule: Literal["cosine", "wsd"] = option("cosine", "cosine to a tenth, or stable, then linear to zero")
-    weight_decay: float = option(0.0, "of all matrices; the pull on masked weights is apart", least=0)
+    weight_decay: float = option(0.0, "AdamW decay of all matrices; separate from the pull on masked weights", least=0)
     clip: float = option(1.0, "largest gradient norm; 0 is off", least=0)
-    pull: float | None = option(None, "on masked weights; none: by the gradients of the first step", least=0)
-    anneal: float | None = option(None, "share of the steps until the full pull; none: 1/4 for ast, 1 for cast")
+    pull: float | None = option(
+        None, "strength of the pull on masked weights; none: from the gradients of the first step", least=0
+    )
+    anneal: float | None = option(
+        None, "share of the steps until the pull reaches its full strength; none: 1/4 for ast, 1 for cast"
+    )
     refresh: int = option(10, "steps between new masks", least=1)
     distill: bool = option(True, "learn from the dense model's predictions too")
-    kl: float | None = option(None, "their weight; none: 0.67 for ast, 1/3 for cast", least=0)
-    ce: float | None = option(None, "weight of the text; none: 0.33 for ast, 2/3 for cast", least=0)
-    temperature: float | None = option(None, "of the predictions; none: 2 for ast, 1 for cast", least=0)
+    kl: float | None = option(None, "weight of those predictions; none: 0.67 for ast, 1/3 for cast", least=0)
+    ce: float | None = option(None, "weight of the tokens of the text; none: 0.33 for ast, 2/3 for cast", least=0)
+    temperature: float | None = option(
+        None, "softmax temperature of the predictions; none: 2 for ast, 1 for cast", least=0
+    )
     text: str | None = option(None, "a text file: perplexity of dense, one-shot and retrained model")
     max_tokens: int = option(16384, "tokens of that text at most", least=2)
     verify: Literal["auto", "true", "false"] = option("auto", VERIFY_HELP)
     max_perplexity: float = option(MAX_PERPLEXITY, MAX_HELP, least=1)
     force: bool = option(False, FORCE_HELP)
-    seed: int = option(0, "of the order of the data")
+    seed: int = option(0, "random seed of the order of the data")
     dtype: Literal["auto", "fp32", "bf16"] = option("auto", "compute precision, masters are fp32; auto: bf16 on GPU")
     device: str = option("auto", "auto, cpu, cuda or cuda:1 ...")
     recompute: bool = option(False, "keep one activation per block, recompute the rest: less memory, more time")
@@ -133,7 +139,7 @@ class Prune24Settings:
     save_every: int = option(200, "steps between checkpoints; 0 saves only on Ctrl-C", least=0)
     flip_every: int = option(10, "steps between measurements of the flip rate", least=1)
     run: str | None = option(None, "folder for this run; none makes runs/shrink-prune24-DATE")
-    resume: str | None = option(None, "a stopped run folder to go on with; its settings are taken over")
+    resume: str | None = option(None, "a stopped run folder to continue; its settings are used")
     resume_from: ResumeFrom = option("newest", "previous: from the checkpoint before the newest, which is set aside")
 
 
@@ -160,7 +166,7 @@ def check(cfg: Prune24Settings) -> None:
         raise UserError("projection=trained is about the branch: give slorb=16 too")
     check_apart(to_json(cfg), "calib", "data")
     if cfg.text is not None and not Path(cfg.text).is_file():
-        raise UserError(f"text={cfg.text} is no file; give a text file")
+        raise UserError(f"text={cfg.text} is not a file; give a text file")
     check_spill(cfg.spill)
     parse_format(cfg.embed)
     pruner(cfg)

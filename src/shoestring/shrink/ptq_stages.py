@@ -73,15 +73,23 @@ class PtqSettings:
     )
     epochs: int = option(4, "blockwise: passes over the calibration windows, for every block", least=1)
     train_batch: int = option(2, "blockwise: windows in a step", least=1)
-    lr_weight: float = option(Blockwise.lr_weight, "blockwise: in parts of a layer's rounding error", least=0)
-    lr_scale: float = option(Blockwise.lr_scale, "blockwise: in parts of a layer's mean scale", least=0)
-    lr_zero: float = option(Blockwise.lr_zero, "blockwise: in codes", least=0)
-    lr_norm: float = option(Blockwise.lr_norm, "blockwise: in parts of a norm's or bias' size; 0 leaves them", least=0)
-    held_out: float = option(Blockwise.held_out, "blockwise: part of the windows that only judges")
-    loss: Literal["token", "square"] = option("token", "blockwise: every token alike, or plain squares")
-    seed: int = option(0, "blockwise: order of the windows")
+    lr_weight: float = option(
+        Blockwise.lr_weight, "blockwise: learning rate of weights, relative to a layer's rounding error", least=0
+    )
+    lr_scale: float = option(
+        Blockwise.lr_scale, "blockwise: learning rate of scales, relative to a layer's mean scale", least=0
+    )
+    lr_zero: float = option(Blockwise.lr_zero, "blockwise: learning rate of zero points, in codes", least=0)
+    lr_norm: float = option(
+        Blockwise.lr_norm,
+        "blockwise: learning rate of norms and biases, relative to their size; 0 freezes them",
+        least=0,
+    )
+    held_out: float = option(Blockwise.held_out, "blockwise: share of the windows held out to judge the result")
+    loss: Literal["token", "square"] = option("token", "blockwise: weigh every token alike, or take plain squares")
+    seed: int = option(0, "blockwise: random seed of the order of the windows")
     bits_budget: float | None = option(
-        None, "instead of format: bits per weight over all layers, shared out by measured damage"
+        None, "instead of format: average bits per weight, distributed over the layers by measured damage"
     )
     candidates: str = option("int2,int3,int4", "bits_budget: the formats to choose from")
     damage_windows: int = option(4, "bits_budget: calibration windows that the damage is measured on", least=1)
@@ -105,7 +113,7 @@ class PtqSettings:
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = option("auto", "compute precision; auto: bf16 on a GPU")
     device: str = option("auto", "auto, cpu, cuda or cuda:1 ...")
     run: str | None = option(None, "folder for this run; none makes runs/shrink-ptq-DATE")
-    resume: str | None = option(None, "a stopped run folder to go on with; its settings are taken over")
+    resume: str | None = option(None, "a stopped run folder to continue; its settings are used")
 
 
 def check_settings(cfg: PtqSettings) -> None:

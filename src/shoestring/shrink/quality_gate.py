@@ -37,8 +37,8 @@ VERIFIED_PARAMS = 2_000_000_000  # up to here one short input costs less than lo
 KL_TOKENS = 128  # of the evaluated text, or of the calibration text
 OUT_OF_LINE = 5.0  # times the median error of the layers of a kind
 VERIFY_HELP = "run one short input through the packed model and compare with its decoded weights; auto: up to 2B"
-MAX_HELP = "the model is broken, and not delivered, where its perplexity is more than this many times that before"
-FORCE_HELP = "deliver a model that is broken all the same"
+MAX_HELP = "do not deliver a model whose perplexity is more than this many times the original one"
+FORCE_HELP = "deliver the model even if it fails that check"
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,9 @@ from shoestring.formats.convert import Rule, format_host, spells_out
 from shoestring.model import Decoder
 
 EMBED = "int8:g0"
-EMBED_HELP = "of the embedding and the output head: int8:g0 (one grid per row), int4:g64, ...; dense keeps 16 bits"
+EMBED_HELP = (
+    "format of the embedding and the output head: int8:g0 (one grid per row), int4:g64, ...; dense keeps 16 bits"
+)
 
 
 def with_embedding(rules: Sequence[Rule], embed: str, model: Decoder) -> list[Rule]:

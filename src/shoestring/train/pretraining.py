@@ -48,8 +48,10 @@ VALIDATION_STEPS = 4
 
 @dataclass(frozen=True)
 class ModelConfig:
-    init_from: str | None = option(None, "Hugging Face folder, run or .gguf to go on from; none starts from scratch")
-    size: Literal["tiny", "small", "gpt2-124m", "gpt2-774m", "llama-350m", "llama-1b"] = option("tiny", "shape")
+    init_from: str | None = option(None, "Hugging Face folder, run or .gguf to continue from; none starts from scratch")
+    size: Literal["tiny", "small", "gpt2-124m", "gpt2-774m", "llama-350m", "llama-1b"] = option(
+        "tiny", "shape of the model"
+    )
     d_model: int | None = option(None, "width, instead of the size's", least=1)
     num_layers: int | None = option(None, "blocks, instead of the size's", least=1)
     num_heads: int | None = option(None, "query heads, instead of the size's", least=1)
@@ -63,7 +65,9 @@ class ModelConfig:
 def check_model(cfg: ModelConfig, *, vocab_size: int, context: int) -> None:
     """UserError for a shape that is not possible or cannot be saved, before any text is read."""
     if cfg.act is not None and cfg.init_from is not None:
-        raise UserError(f"act={cfg.act} is of a new model, and init_from={cfg.init_from} has its own: leave one out")
+        raise UserError(
+            f"act={cfg.act} only applies to a new model, and init_from={cfg.init_from} has its own; leave one out"
+        )
     if cfg.init_from is None:
         spec_to_hf(new_spec(cfg, vocab_size=vocab_size, context=context))
 

@@ -71,7 +71,9 @@ class Corpus:
 
 @dataclass(frozen=True)
 class CorpusConfig:
-    data: str = option("python", "file, folder or glob of .txt .md .py .jsonl .parquet; python: the sources here")
+    data: str = option(
+        "python", "file, folder or glob of .txt .md .py .jsonl .parquet; python: the Python sources of this machine"
+    )
     max_mb: float | None = option(100.0, "read at most this many megabytes of the corpus; none reads all", least=0.001)
     tokenizer: str | None = option(None, "folder or tokenizer.json to use; none trains a BPE on the corpus")
     vocab_size: int = option(4096, "vocabulary of the tokenizer that is trained")

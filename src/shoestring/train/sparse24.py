@@ -389,7 +389,7 @@ class FlipController(Hook):
         if "rates_by_weight" not in state:
             raise UserError(
                 "this checkpoint has a flip-rate controller of an older kind, whose reference does not know that "
-                "weights grow; go on with the code that wrote it, or train anew"
+                "weights grow; resume it with the version that wrote it, or start a new run"
             )
         self.rates, self.lrs, self.mu = state["rates_by_weight"], state["lrs"], state["mu"]
         self.decay.strength, self.first = state["strength"], state["first"]

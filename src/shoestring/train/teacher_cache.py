@@ -404,7 +404,9 @@ def _read_manifest(folder: Path, kind: str) -> dict[str, Any]:
 
 def _map(folder: Path, columns: Columns, num_targets: int, mode: Any) -> dict[str, Any]:
     if bad := [name for name in columns if not (folder / f"{name}.bin").is_file()]:
-        raise UserError(f"the cache in {folder} cannot be read: {bad[0]}.bin is no file; delete it and build it again")
+        raise UserError(
+            f"the cache in {folder} cannot be read: {bad[0]}.bin is not a file; delete it and build it again"
+        )
     try:
         return {
             name: np.memmap(folder / f"{name}.bin", kind, mode, shape=(num_targets, width) if width else num_targets)

@@ -113,7 +113,7 @@ def test_folders_and_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     folder = own_folder(tmp_path / "mine")
     assert folder.stat().st_mode & 0o777 == 0o700
     (tmp_path / "link").symlink_to(folder)
-    with pytest.raises(UserError, match="another user or is no folder"):
+    with pytest.raises(UserError, match="another user or is not a folder"):
         own_folder(tmp_path / "link")
     assert room_for(tmp_path, 1) is None
     assert "the copies of the state need" in (room_for(tmp_path, 1 << 60) or "")

@@ -36,7 +36,7 @@ def cached_code(key: str, suffix: str, compile: Callable[[], bytes]) -> bytes:
     refused = _refusal(folder)
     if refused is not None:
         _warn(
-            f"compiled kernels in {folder} are not used because {refused}; they are compiled anew in every process. "
+            f"compiled kernels in {folder} are not used because {refused}; they are compiled again in every process. "
             "Remove the folder, make it yours alone (chmod -R go-w), or set SHOESTRING_CACHE to another one"
         )
         return compile()
@@ -68,7 +68,7 @@ def _read(path: Path) -> bytes | None:
         about = os.fstat(handle)
         refused = _distrust(about) if stat.S_ISREG(about.st_mode) else "it is not a plain file"
         if refused is not None:
-            _warn(f"{path} is not used because {refused}; it is compiled anew")
+            _warn(f"{path} is not used because {refused}; it is compiled again")
             return None
         kept = file.read()
     return kept[DIGEST:] if kept[:DIGEST] == hashlib.sha256(kept[DIGEST:]).digest() else None

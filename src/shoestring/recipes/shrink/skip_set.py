@@ -41,10 +41,10 @@ from shoestring.shrink.skip_sets import FoundSet, SkipGoal, calibration, find_se
 class Config:
     model: str = option(help="a Hugging Face folder, a run folder or a .gguf file")
     method: Literal["measured", "adaskip", "lossless", "early_exit", "unified"] = option(
-        "measured", "how sublayers are chosen; lossless: the best set for guessing ahead"
+        "measured", "how sublayers are chosen; lossless: the best set for drafting"
     )
     context: int = option(2048, "context length at which seconds are measured", least=2)
-    speedup: float = option(1.3, "of a decode step; lossless: where the search ends")
+    speedup: float = option(1.3, "target speedup of a decode step; lossless: where the search ends")
     calib: str | None = option(
         None, "calibration text or corpus; none: a run's own training text, else the Python standard library"
     )

@@ -71,7 +71,7 @@ class Config(CheckpointConfig, ReducerConfig, pretraining.ModelConfig, CorpusCon
     schedule: Literal["cosine", "wsd"] = option("cosine", "cosine to a tenth, or stable, then linear to zero")
     weight_decay: float = option(0.1, "AdamW decay of the matrices", least=0)
     clip: float = option(1.0, "largest gradient norm; 0 is off", least=0)
-    seed: int = option(0, "of the weights and the order of the data")
+    seed: int = option(0, "random seed of the weights and the order of the data")
     dtype: Literal["auto", "fp32", "bf16"] = option("auto", "compute precision, masters are fp32; auto: bf16 on GPU")
     device: str = option("auto", "auto, cpu, cuda or cuda:1 ...")
     recompute: bool = option(False, "keep one activation per block, recompute the rest: less memory, more time")
@@ -83,9 +83,11 @@ class Config(CheckpointConfig, ReducerConfig, pretraining.ModelConfig, CorpusCon
     save_every: int = option(500, "steps between checkpoints, and one at the end; 0 saves only on Ctrl-C", least=0)
     publish: str | None = option(None, "HOST:PORT at which servers follow this run (`shoestring serve --follow`)")
     publish_every: int = option(50, "steps between published weights", least=1)
-    publish_delta: bool = option(False, "keep the published version before, too, and send what changed where it pays")
+    publish_delta: bool = option(
+        False, "also keep the previous published version, and send only what changed where that is faster"
+    )
     run: str | None = option(None, "folder for this run; none makes runs/RECIPE-DATE")
-    resume: str | None = option(None, "a run folder to go on with; its settings are taken over")
+    resume: str | None = option(None, "a run folder to continue; its settings are used")
     resume_from: ResumeFrom = option("newest", "previous: from the checkpoint before the newest, which is set aside")
 
 

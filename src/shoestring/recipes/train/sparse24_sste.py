@@ -50,7 +50,7 @@ def main(cfg: Config) -> Path:
     cfg = with_weight_grad(cfg)
     check_torch(pruning(cfg), cfg.mesh.num_processes)
     if cfg.method == "sste" and cfg.decay is not None and cfg.resume is None:
-        raise UserError(f"decay={cfg.decay} is of method=srste, and method=sste has none: leave one out")
+        raise UserError(f"decay={cfg.decay} only applies to method=srste; leave it out, or give method=srste")
     return dense.pretrain(
         cfg,
         "train/sparse24_sste",

@@ -168,7 +168,7 @@ def check_catalogue(catalogue: Catalogue, wanted: Mapping[str, WantedWeight]) ->
     # What a Format keeps beside a weight is named weight_*, and travels inside the packed parts.
     other = [n for n in catalogue.tensors if n not in wanted and not n.rpartition(".")[2].startswith("weight_")]
     if other:
-        raise UserError(f"the publisher's model has {other[0]!r}, which the one served here has not")
+        raise UserError(f"the publisher's model has {other[0]!r}, which the served model does not have")
 
 
 def pieces_by_rank(catalogue: Catalogue, wanted: Mapping[str, WantedWeight]) -> dict[int, list[WantedPiece]]:

@@ -16,14 +16,14 @@ class LevelsConfig:
     """Of `checkpoint=auto`; the defaults need no change on one machine."""
 
     mttf_hours: float | None = option(None, "expected hours between failures; none: from the number of processes")
-    budget: float = option(0.01, "share of the time that saving at one level may cost at most")
-    agent_idle: float = option(1800.0, "seconds that copies in memory are kept after the trainer is gone", least=0)
+    budget: float = option(0.01, "largest share of the time that saving at one level may cost")
+    agent_idle: float = option(1800.0, "seconds that copies in memory are kept after the trainer has ended", least=0)
     peer: Literal["off", "replica", "xor"] = option(
         "off", "also keep each process's state in memory of other hosts: whole, or as the XOR of several (less memory)"
     )
     xor_set: int = option(4, "hosts of a set with peer=xor: a set survives the loss of one of them", least=2)
     peer_gbps: float | None = option(None, "most Gbit/s for copies to peers; none: half of what is measured")
-    remote: str | None = option(None, "fsspec URL for copies of last resort, such as s3://bucket/run")
+    remote: str | None = option(None, "fsspec URL for copies on remote storage, such as s3://bucket/run")
     remote_timeout_s: float = option(60.0, "seconds that one operation on remote storage may take")
 
 
@@ -34,14 +34,14 @@ class CheckpointConfig:
     checkpoint: Literal["fixed", "auto"] = option(
         "fixed", "fixed: to disk every save_every steps; auto: memory, disk, ... at measured intervals"
     )
-    keep_last: int = option(2, "checkpoints on disk that stay: the newest so many", least=1)
-    keep_every: int = option(0, "also every checkpoint whose step is a multiple of this; 0 is off", least=0)
-    keep_best: int = option(0, "also so many with the lowest validation loss", least=0)
+    keep_last: int = option(2, "number of newest checkpoints to keep on disk", least=1)
+    keep_every: int = option(0, "also keep checkpoints whose step is a multiple of this; 0 is off", least=0)
+    keep_best: int = option(0, "also keep this many with the lowest validation loss", least=0)
     rollback: Literal["off", "ask", "auto"] = option(
         "off", "after a NaN or a loss spike: stop; stop and name the version to use; or go back and skip the data"
     )
     preempt_s: float | None = option(
-        None, "seconds from SIGTERM to the end of the machine; what does not fit is left to the agent", least=0
+        None, "seconds from SIGTERM to the end of the machine; the agent finishes what does not fit", least=0
     )
     levels: LevelsConfig = option(LevelsConfig(), "details of checkpoint=auto")
 

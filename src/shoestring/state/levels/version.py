@@ -153,7 +153,7 @@ def parse_index(index: Mapping[str, Any], most_bytes: int, where: str) -> HeldCo
     if copy.num_bytes > most_bytes:
         raise bad("has a box beyond its end")
     if len(copy.chunks) != -(-copy.num_bytes // copy.chunk_bytes):
-        raise bad("has not one checksum per chunk")
+        raise bad("does not have one checksum per chunk")
     ends = 0
     for held in sorted(boxes, key=lambda b: (b.offset, b.num_bytes)):
         if held.offset < ends:

@@ -119,9 +119,9 @@ def parse_parity(index: Mapping[str, Any], most_bytes: int, where: str) -> list[
         raise bad("is longer than its slot")
     chunks = index["chunks"]
     if not isinstance(chunks, list) or len(chunks) != -(-index["segment_bytes"] // index["chunk_bytes"]):
-        raise bad("has not one checksum per chunk")
+        raise bad("does not have one checksum per chunk")
     if not isinstance(index["indexes"], list) or len(index["indexes"]) != len(members):
-        raise bad("has not one index per member")
+        raise bad("does not have one index per member")
     if not all(isinstance(one, dict) for one in index["indexes"]):
         raise bad("has a bad index of a member")
     most = index["segment_bytes"] * (len(members) - 1)

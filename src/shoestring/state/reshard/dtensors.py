@@ -30,4 +30,4 @@ def _placement(p: object, name: str) -> Placement:
         return shard(p.dim)
     if isinstance(p, Replicate):
         return REPLICATE
-    raise UserError(f"tensor {name!r} has the placement {p}, a sum that is still to be made; redistribute it first")
+    raise UserError(f"tensor {name!r} has the placement {p}, a pending sum; redistribute it first")

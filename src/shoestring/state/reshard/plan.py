@@ -525,7 +525,9 @@ def check_complete(plan: ReshardPlan, where: str = "the plan") -> None:
         have = {t.sender}
         for a, b in t.hops:
             if a not in have or b in have:
-                raise UserError(f"{where}: rank {a} hands on to {b} what it has not got, or what {b} has")
+                raise UserError(
+                    f"{where}: rank {a} forwards to {b} data that it does not hold, or that {b} already has"
+                )
             have.add(b)
         for p in t.pieces:
             if t.sender not in held[p.number]:

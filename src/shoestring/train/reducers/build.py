@@ -43,7 +43,7 @@ class ReducerConfig:
         "close", "what reducer=auto may take: close to the plain loss (plain, bf16, int8, int4), or also topk, powersgd"
     )
     overlap: bool = option(
-        False, "send gradients while the backward pass goes on, each tensor clipped to 3x its running norm; on CPUs"
+        False, "send gradients during the backward pass, each tensor clipped to 3x its running norm; on CPUs"
     )
 
 
