@@ -154,6 +154,11 @@ class Arena:
         list(pool.map(touch_piece, range(0, self.slot_bytes, TOUCH_BYTES)))
         del mapped  # or the map could not be closed
 
+    def has_pages(self, slot: int) -> bool:
+        """Whether every page of the slot is there."""
+        begin = self.slot_begin(slot)
+        return os.lseek(self._fd, begin, os.SEEK_HOLE) >= begin + self.slot_bytes
+
     def read_into(self, slot: int, at: int, buffer: memoryview) -> None:
         """Fill the buffer from byte `at` of a slot, through the file and not through the map: no page faults."""
         done = 0

@@ -6,6 +6,7 @@ their own names, on one machine.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import sys
@@ -154,6 +155,48 @@ try:
     raise AssertionError("a damaged version was loaded")
 except UserError as error:
     assert "replica-00001-of-00002.arena is damaged" in str(error), error
+other.let_go()
+mesh.barrier()
+
+# -- tmpfs of host b is full when its pages are wanted: both hosts begin again on disk ----------------------------
+run_folder = folder / "full"
+allocate = os.posix_fallocate
+
+
+def full(fd: int, begin: int, size: int) -> None:
+    if rank == 1 and Path(f"/proc/self/fd/{fd}").readlink().is_relative_to(folder / "memory"):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    allocate(fd, begin, size)
+
+
+os.posix_fallocate = full
+run, parts, said = make(mesh, perturb=False)
+saver = saver_on(host)
+assert not saver.resume(run, parts)
+while run.step < 8:
+    fixed_grads(run.model)
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    run.step += 1
+    saver.save_next(("memory", "peer"))
+    saver.after_step(run, parts)
+    if saver.memory is not None:
+        saver.memory.wait_touched()
+        saver.memory.wait()
+    if saver._peers is not None:
+        saver._peers.wait()
+    mesh.barrier()
+saver.let_go()
+why = "No space left on device" if rank else "tmpfs is full on another rank"
+assert [why in line for line in said if "instead" in line] == [True], said
+assert not arena_files(host_folder(run_folder))
+kept = {p.name for p in arena_files(host_folder(run_folder, saver._disk_base))}
+assert kept == {f"rank-0000{rank}-of-00002.arena", f"replica-0000{1 - rank}-of-00002.arena"}, kept
+expected = everything(run.model, run.optimizer)
+run, parts, said = make(mesh, perturb=True)
+other = saver_on(host)
+assert other.resume(run, parts) and run.step == 8, said
+same(run, expected)
 other.let_go()
 mesh.barrier()
 mesh.close()

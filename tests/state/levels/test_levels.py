@@ -182,6 +182,26 @@ def test_tmpfs_that_fills_up_after_the_first_look(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.usefixtures("no_agent")
+def test_what_peers_left_is_no_room_and_goes_with_the_first_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr("shoestring.state.levels.checkpointer.room_for", lambda base, needed: asked.append(needed))
+    folder = host_folder(tmp_path / "run")
+    for steps, leftovers in ((4, []), (8, []), (12, ["replica-00000-of-00001.arena", "parity-00000-of-00001.arena"])):
+        run, parts = make_run()
+        saver = checkpointer(tmp_path / "run")
+        saver.resume(run, parts)
+        for name in leftovers:
+            (folder / name).write_bytes(bytes(1 << 20))
+        train(run, parts, saver, steps)
+        saver.let_go()
+    # (room, spare slot) asked for by each start: the arena of the run itself needs no new room, leftovers still do.
+    assert asked[0] > 0 > asked[2] == asked[4]
+    assert [p.name for p in arena_files(folder)] == ["rank-00000-of-00001.arena"]
+
+
+@pytest.mark.usefixtures("no_agent")
 def test_a_clock_that_jumps_back_a_second_trainer_and_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begin(tmp_path / "run", 7).let_go()
     monkeypatch.setattr(time, "time_ns", lambda: 10**15)  # weeks after 1970

@@ -21,10 +21,18 @@ from shoestring.host.arena import Arena, own_folder
 from shoestring.host.checksums import checksums
 from shoestring.state.boxes import Box
 from shoestring.state.levels import peers, xor_sets
-from shoestring.state.levels.host_folder import ArenaCopy, arena_path, host_folder, list_copies, make_host_folder
+from shoestring.state.levels.host_folder import (
+    ArenaCopy,
+    arena_files,
+    arena_path,
+    host_folder,
+    kind_of,
+    list_copies,
+    make_host_folder,
+)
 from shoestring.state.levels.restore import Offer, choose, offers_here
 from shoestring.state.levels.version import HeldBox, HeldCopy, dump_index, sum_of_names
-from shoestring.state.levels.xor_sets import RebuildStep, XorRound, list_parities, plan_rebuilds
+from shoestring.state.levels.xor_sets import Parity, RebuildStep, XorRound, list_parities, plan_rebuilds
 
 
 class Wires:
@@ -119,6 +127,8 @@ def lose_members(place: Path, size: int, sizes: list[int], poor: int, lost: int,
     alive = [n for n in range(num) if n != lost]
     expected = 5 if lost in rounds[poor].members else 6
     assert recover(folders, alive) == expected, (sizes, size, lost)
+    rebuilt = [p for n in alive for p in arena_files(folders[n]) if kind_of(p) == "replica"]
+    assert rebuilt and not any(Arena.open(p).has_pages(1) for p in rebuilt)  # room for one copy is asked for
     shutil.rmtree(folders[other])
     left = [n for n in alive if n != other]
     if left and other in rounds[lost].members:
@@ -145,6 +155,16 @@ def test_sets_and_what_a_damaged_copy_does(tmp_path: Path, monkeypatch: pytest.M
     table = versions_table(run / "checkpoints")  # of host z
     assert table.rows[0][:2] == [3, "memory, XOR of 2 other hosts"]
     assert verified_versions(run / "checkpoints")[1] == []
+    # Ranks 0 to 3 are of a host that is lost: each of the three others makes one or two of them.
+    makers = [Parity(f"h{n}", "", 0, 1, 3, "0a", n, (0, 4, 5, 6), 7, 100) for n in (1, 2, 3)]
+    made = []
+    for lost in range(4):
+        parities = [replace(p, members=(lost, 4, 5, 6)) for p in makers]
+        held = {c.rank: Offer("memory", "", "", c) for c in (replace(copies[0].copy, rank=r) for r in (4, 5, 6))}
+        plan = xor_sets._rebuild(lost, held, parities)
+        assert plan is not None
+        made.append(plan.maker.host)
+    assert set(made) == {"h1", "h2", "h3"} and made[0] == made[3]
     parity = arena_path(folders[2], 2, 3, "parity")
     assert Arena.open(parity).slot_bytes < 2 << 22
     shutil.rmtree(folders[0])

@@ -64,7 +64,7 @@ from shoestring.state.levels.host_folder import (
     arena_path,
     host_folder,
     host_name,
-    kind_of,
+    is_in_use,
     list_copies,
     make_host_folder,
     memory_base,
@@ -561,7 +561,8 @@ class LevelCheckpointer:
     def _place(self, run: RunLike, num_bytes: int) -> Path:
         """A folder in tmpfs; on disk, with one line about it, where tmpfs is too small."""
         folder = host_folder(self.folder.parent)
-        existing = sum(p.stat().st_size for p in arena_files(folder))
+        kept = (p for p in arena_files(folder) if is_in_use(p, run.mesh.world_size, self._kinds(run.mesh)))
+        existing = sum(512 * p.stat().st_blocks for p in kept)
 
         def look() -> str | None:
             if self._full is not None:
@@ -833,21 +834,25 @@ class LevelCheckpointer:
             )
 
     def _drop_old_arenas(self, run: RunLike) -> None:
-        """Arenas of an earlier number of ranks: a new version is in memory everywhere now."""
-        if self._arenas is None or not self._is_first_of_host(run.mesh):
-            return
-        suffix = f"-of-{run.mesh.world_size:05d}.arena"
-        for path in arena_files(self._arenas):
-            if not path.name.endswith(suffix):
-                path.unlink(missing_ok=True)
+        """Arenas of an earlier number of ranks, and of peers where there are none: a new version is in memory
+        everywhere now. What peers have stays until they have a newer version."""
+        self._drop_unused(run, self._kinds(run.mesh) if self._peers is None else ("rank", "replica", "parity"))
 
     def _drop_other_peers(self, run: RunLike) -> None:
         """Replicas that were computed from XOR sets, or files of another setting: the peers have a newer version."""
+        self._drop_unused(run, self._kinds(run.mesh))
+
+    def _kinds(self, mesh: Mesh) -> tuple[str, ...]:
+        """The kinds of arenas that this run writes."""
+        if "peer" not in self._levels(mesh):
+            return ("rank",)
+        return "rank", "parity" if self.settings.levels.peer == "xor" else "replica"
+
+    def _drop_unused(self, run: RunLike, kinds: Sequence[str]) -> None:
         if self._arenas is None or not self._is_first_of_host(run.mesh):
             return
-        unused = "replica" if self.settings.levels.peer == "xor" else "parity"
         for path in arena_files(self._arenas):
-            if kind_of(path) == unused:
+            if not is_in_use(path, run.mesh.world_size, kinds):
                 path.unlink(missing_ok=True)
 
 

@@ -18,7 +18,7 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -72,6 +72,11 @@ def arena_files(folder: Path) -> list[Path]:
 def kind_of(path: Path) -> str:
     """rank, replica or parity."""
     return path.name.partition("-")[0]
+
+
+def is_in_use(path: Path, world_size: int, kinds: Sequence[str]) -> bool:
+    """Whether a run of so many ranks, which writes arenas of these kinds, goes on with this one."""
+    return kind_of(path) in kinds and path.name.endswith(f"-of-{world_size:05d}.arena")
 
 
 def trainers_alive(folder: Path) -> list[bool]:

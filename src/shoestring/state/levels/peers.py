@@ -156,10 +156,11 @@ class PeerSlot:
     """A slot for what peers send, in an arena of this host. Without room for it `bytes` is None."""
 
     def __init__(
-        self, path: Path, num_bytes: int, index_bytes: int, kept: Key | None, pool: ThreadPoolExecutor
+        self, path: Path, num_bytes: int, index_bytes: int, kept: Key | None, pool: ThreadPoolExecutor, slots: int = 2
     ) -> None:
-        """`kept` is the version that all peers have: it is not overwritten. None: the newest is not."""
-        self.num_bytes, self._pool = num_bytes, pool
+        """`kept` is the version that all peers have: it is not overwritten. None: the newest is not. A new file gets
+        the pages of so many slots."""
+        self.num_bytes, self._pool, self._slots = num_bytes, pool, slots
         self._lock = contextlib.ExitStack()
         self.bytes: Tensor | None = None
         self.arena = self._open(path, index_bytes)
@@ -170,7 +171,8 @@ class PeerSlot:
         newest = versions[0].slot if versions else 1
         keep = next((v.slot for v in versions if (v.step, v.index.get("life")) == kept), newest)
         self.slot = 1 - keep
-        if not self._lock.enter_context(lock_file(self.arena.lock_path(self.slot), fcntl.LOCK_EX)):
+        locked = self._lock.enter_context(lock_file(self.arena.lock_path(self.slot), fcntl.LOCK_EX))
+        if not locked or not self._has_pages(self.arena):
             self.arena.close()
             self.arena = None
             return
@@ -185,17 +187,29 @@ class PeerSlot:
                 if arena.slot_bytes >= self.num_bytes and arena.index_bytes >= index_bytes:
                     return arena
                 arena.close()
-        if room_for(path.parent, 2 * self.num_bytes) is not None:
+        if room_for(path.parent, self._slots * self.num_bytes) is not None:
             return None
         arena = Arena.create(path, 4 * index_bytes + (1 << 20), self.num_bytes)
         try:
-            for slot in (0, 1):
+            for slot in range(self._slots):
                 arena.touch(slot, self._pool)
         except OSError:  # somebody else took the room
             arena.close()
             path.unlink(missing_ok=True)
             return None
         return arena
+
+    def _has_pages(self, arena: Arena) -> bool:
+        """A slot that never got its pages gets them now; False where there is no room for them."""
+        if arena.has_pages(self.slot):
+            return True
+        if room_for(arena.path.parent, self.num_bytes) is not None:
+            return False
+        try:
+            arena.touch(self.slot, self._pool)
+        except OSError:
+            return False
+        return True
 
     def commit(self, step: int, index: dict[str, Any]) -> bool:
         """Verify what came, by the chunks that the index names, and commit it."""

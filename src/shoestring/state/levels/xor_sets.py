@@ -317,7 +317,7 @@ def _rebuild(lost: int, held: Mapping[int, Offer], parities: Sequence[Parity]) -
             span = segment_span(n, holder, size, o.copy.num_bytes)
             some.append(XorSource(o.host, o.path, o.slot, o.sequence, *span))
         segments[segment_number(j, holder)] = tuple(some)
-    maker = kept[min((n for n in alive if n > j), default=alive[0])]
+    maker = kept[alive[(j + lost) % len(alive)]]  # the ranks of a lost host come back on different hosts
     return Rebuild(lost, maker.world_size, size, j, tuple(segments), maker)
 
 
@@ -352,7 +352,8 @@ class RebuildStep:
             self._total = copies[self.plan.position].num_bytes
         path = arena_path(Path(maker.path).parent, self.plan.rank, self.plan.world_size, "replica")
         pool = self._stack.enter_context(ThreadPoolExecutor(2))
-        self._target = PeerSlot(path, self._total, len(json.dumps(self._index)), None, pool)
+        # One slot: the file is deleted when the peers have a newer version.
+        self._target = PeerSlot(path, self._total, len(json.dumps(self._index)), None, pool, slots=1)
         self._stack.callback(self._target.close)
         if self._target.bytes is None:
             raise UserError(f"there is no room for {path} ({self._total:,} bytes)")
