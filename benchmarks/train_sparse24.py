@@ -391,10 +391,29 @@ class Fp8Product(torch.autograd.Function):
         dz8, sz = to_fp8(grads[0], torch.float8_e5m2)
         # The second operand must lie column by column, so both gradients need a transposed copy.
         dx = torch._scaled_mm(dz8, w8.t().contiguous().t(), scale_a=sz, scale_b=sw, out_dtype=torch.bfloat16)
-        dw = torch._scaled_mm(
-            dz8.t().contiguous(), x8.t().contiguous().t(), scale_a=sz, scale_b=sx, out_dtype=torch.bfloat16
-        )
-        return dx, dw.to(ctx.master)
+        return dx, fp8_weight_grad(dz8, sz, x8, sx).to(ctx.master)
+
+
+def fp8_weight_grad(dz8: Tensor, sz: Tensor, x8: Tensor, sx: Tensor) -> Tensor:
+    return torch._scaled_mm(
+        dz8.t().contiguous(), x8.t().contiguous().t(), scale_a=sz, scale_b=sx, out_dtype=torch.bfloat16
+    )
+
+
+class Fp8WeightGrad(torch.autograd.Function):
+    """x W^T in the dtype of x; only the weight gradient is a product in FP8."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w.t()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        dz = grads[0]
+        operands = (*to_fp8(dz, torch.float8_e5m2), *to_fp8(x, torch.float8_e4m3fn))
+        return dz @ w, fp8_weight_grad(*operands).to(w.dtype)
 
 
 # -- tables ----------------------------------------------------------------------------------------------------

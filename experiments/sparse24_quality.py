@@ -6,6 +6,9 @@
     ... --rows dense:1 --keep K                                     leaves the model for lowbit_quality --kept
     python -m experiments.sparse24_quality --size gpt2-124m --rows dense:1 FST:2 --seconds 290 --patience 20
     python -m experiments.sparse24_quality --size gpt2-124m --pace 30      tokens/s of each row, records nothing
+    python -m experiments.sparse24_quality --size gpt2-124m-short --schedule wsd --max-bytes 96000000 --micro 16
+        --calls experiments/sparse24_short_runs.txt --at-once 4 --seconds 520 --patience 30
+                                                                    rows with settings of their own, side by side
 
 Same data, seed, schedule and number of steps for every row; the feed-forward layers are 2:4, everything else is
 dense. Each row is evaluated as it is delivered: FST dense after its last sixth, SR-STE and S-STE with 2:4 weights.
@@ -14,13 +17,14 @@ SR-STE's published form is "SR-STE exact"; with MVUE it differs from the others 
 published 2e-4, FST's is found by its controller, after a probe; --decay sets both, without a probe, and rows name it.
 "FST 1x4" holds masks of two of four along a row, which need not be transposable. "FP8" is dense with the products of
 the feed-forward layers in FP8 (a scale per tensor, E4M3 forward, E5M2 gradients), evaluated in bf16; "S-STE FP8" is
-S-STE's form of it.
+S-STE's form of it. "FST FP8 gradient" has a dense FP8 product for the weight gradient where FST has MVUE's sparse one.
 
 A call stops before --seconds are over: an unfinished row is saved in --folder and continues in the next call, bit for
 bit. With --patience a row also stops when its pace shows that it will not finish in time, so that it does not take the
 GPU from rows that will. With --turn rows of two concurrent calls train one at a time, and compile and evaluate
 meanwhile. Finished rows are recorded one by one; --missing leaves them out. One seed for every row, three for dense and
-FST.
+FST. --calls is a file with the arguments of one call a line, which are added to those given; --at-once of these calls
+run side by side, in this order, each in a process of its own.
 
 gpt2-124m-short is the same with a quarter of the tokens, for comparing settings; no table of the method page shows it.
 gpt2-124m is GPT-2's small shape (12 blocks of width 768) with a vocabulary of 8,192, which is enough for Python: 92M
@@ -34,11 +38,15 @@ from __future__ import annotations
 import argparse
 import fcntl
 import math
+import shlex
 import signal
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
@@ -47,9 +55,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.processes import take_turn
+from benchmarks.processes import child_environment, take_turn
 from benchmarks.results import device_name, newest, record
-from benchmarks.train_sparse24 import Fp8Product
+from benchmarks.train_sparse24 import Fp8Product, Fp8WeightGrad
 from experiments.python_corpus import open_prepared
 from experiments.sparse24_tables import BENCH, CASES, COSINE, SHORT, WSD
 from experiments.trained_model import save_trained
@@ -149,12 +157,25 @@ class DenseFp8(Dense):
         return z if bias is None else z + bias
 
 
+@dataclass(frozen=True)
+class Fp8GradSparse24(Sparse24):
+    """2:4 as Sparse24 says; on a GPU the weight gradient is a dense product in FP8."""
+
+    def train_linear(self, x: Tensor, w: Tensor, state: Parts, bias: Tensor | None) -> Tensor:
+        used = self.fake(w, state)
+        if not torch.is_grad_enabled() or not x.is_cuda:
+            return F.linear(x, used, bias)
+        z = Fp8WeightGrad.apply(x.flatten(0, -2), used).view(*x.shape[:-1], -1)
+        return z if bias is None else z + bias
+
+
 FORMATS: dict[str, Format] = {
     "FP8": DenseFp8(),
     "FST 1x4 exact": Sparse24(hold_mask=True),
     "S-STE FP8": Sparse24("soft", weight_grad="mvue", precision="fp8"),
     "FST": Sparse24("tile", hold_mask=True, weight_grad="mvue"),
     "FST exact": Sparse24("tile", hold_mask=True),
+    "FST FP8 gradient": Fp8GradSparse24("tile", hold_mask=True),
     "S-STE": Sparse24("soft", weight_grad="mvue"),
     "S-STE exact": Sparse24("soft"),
     "SR-STE": Sparse24(weight_grad="mvue"),
@@ -223,13 +244,18 @@ class Turn(Hook):
             self.file.close()
 
 
+def on_paper(case: str, size: Size, vocab_size: int) -> Decoder:
+    """The model of a row on the meta device."""
+    shape = {**size.shape, "d_ff": size.shape["d_ff"] // (2 if case == "half-width" else 1)}
+    with torch.device("meta"):
+        model = Decoder(ModelSpec(vocab_size=vocab_size, max_positions=size.context, **shape))
+        convert(model, [("*.mlp.*", FORMATS.get(case, Sparse24()))])
+    return model
+
+
 def build(case: str, size: Size, corpus: Corpus, seed: int, folder: Path | None) -> tuple[Run, TokenData]:
     mesh = open_mesh(MeshConfig())
-    shape = {**size.shape, "d_ff": size.shape["d_ff"] // (2 if case == "half-width" else 1)}
-    spec = ModelSpec(vocab_size=corpus.tokenizer.vocab_size, max_positions=size.context, **shape)
-    with torch.device("meta"):
-        model = Decoder(spec)
-        convert(model, [("*.mlp.*", FORMATS.get(case, Sparse24()))])
+    model = on_paper(case, size, corpus.tokenizer.vocab_size)
     compute = torch.bfloat16 if mesh.device.type == "cuda" else torch.float32
     parallelize(model, mesh, ParallelConfig(compile=size.compile, compute_dtype=compute))
     materialize(model, mesh.device)
@@ -279,6 +305,7 @@ def measure(
         "masked_decay": last("masked_decay"),
         "masks_every": size.refresh if case.startswith("FST") else 1,
         "seconds": seconds,
+        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1) if torch.cuda.is_available() else None,
     }
 
 
@@ -401,6 +428,10 @@ def main() -> None:
     parser.add_argument("--schedule", choices=SCHEDULES, default=COSINE, help="of the learning rate")
     parser.add_argument("--refresh", type=int, help="steps between new masks of FST, other than the size's own")
     parser.add_argument("--lr", type=float, help="other than the size's own")
+    parser.add_argument("--batch", type=int, help="windows a step, other than the size's own")
+    parser.add_argument("--micro", type=int, help="windows a pass: fewer take less memory")
+    parser.add_argument("--calls", type=Path, help="a file with arguments of one call a line")
+    parser.add_argument("--at-once", type=int, default=1, help="how many of these calls run side by side")
     parser.add_argument("--finish", type=float, default=FINISH, help="dense part of FST, and of wsd's falling rate")
     parser.add_argument("--dense-for", type=float, help="dense part of FST, where the rate does not fall all the while")
     parser.add_argument("--decay", type=float, help="of the masked weights of SR-STE and FST, fixed")
@@ -413,6 +444,10 @@ def main() -> None:
     size = replace(SIZES[args.size], schedule=args.schedule, finish=args.finish, dense=args.dense_for)
     if args.lr is not None:
         size = replace(size, lr=args.lr)
+    if args.batch is not None:
+        size = replace(size, batch=args.batch)
+    if args.micro is not None:
+        size = replace(size, micro=args.micro)
     if args.steps:
         size = replace(size, steps=args.steps, warmup=min(size.warmup, max(4, args.steps // 6)))
     if args.refresh is not None:
@@ -426,7 +461,10 @@ def main() -> None:
     else:
         limit = args.max_bytes or size.max_bytes
         corpus = tokenize_corpus("python", tokenizer=None, vocab_size=size.vocab_size, max_bytes=limit)
-    print(f"{len(corpus.train):,} training tokens", flush=True)
+    print(f"{len(corpus.train):,} training tokens, corpus {corpus.train.fingerprint[:8]}", flush=True)
+    if args.calls is not None:
+        run_calls(args.calls, args.at_once, ends)
+        return
     if args.pace is not None:
         paces(rows, size, corpus, args.pace)
         return
@@ -450,6 +488,38 @@ def main() -> None:
                       flush=True)  # fmt: skip
                 continue
             save(label, config, found, eval_batches(corpus, size) * size.batch * size.context)
+
+
+def run_calls(path: Path, at_once: int, ends: float) -> None:
+    """The calls of a file, each with this call's other arguments, so many side by side, until the time is over."""
+    given = without_options(sys.argv[1:], "--calls", "--at-once", "--seconds")
+    lines = [shlex.split(line, comments=True) for line in path.read_text(encoding="utf-8").splitlines()]
+
+    def call(own: Sequence[str]) -> None:
+        left = ends - time.perf_counter()
+        if left <= 0:
+            print(f"left out, the time is over: {shlex.join(own)}", flush=True)
+            return
+        command = [sys.executable, "-m", "experiments.sparse24_quality", *given, *own, "--seconds", f"{left:.0f}"]
+        done = subprocess.run(command, env=child_environment(), check=False)
+        if done.returncode:
+            print(f"failed with exit code {done.returncode}: {shlex.join(own)}", flush=True)
+
+    with ThreadPoolExecutor(at_once) as pool:
+        list(pool.map(call, [own for own in lines if own]))
+
+
+def without_options(arguments: Sequence[str], *names: str) -> list[str]:
+    """Arguments without these options, each of which has one value."""
+    kept, skip = [], False
+    for argument in arguments:
+        if skip:
+            skip = False
+        elif argument in names:
+            skip = True
+        elif not argument.startswith(tuple(f"{name}=" for name in names)):
+            kept.append(argument)
+    return kept
 
 
 def label_of(case: str, size: Size, refresh: int | None, lr: float | None = None) -> str:
@@ -507,7 +577,7 @@ def save(case: str, config: dict[str, Any], found: dict[str, Any], tokens: int) 
         baseline="dense" if baseline else "",
         baseline_value=baseline,
         ratio=baseline / loss if baseline else None,
-        quality={k: v for k, v in found.items() if k != "seconds"},
+        quality={k: v for k, v in found.items() if k not in ("seconds", "peak_gib")},
         config=config,
         note=f"Python sources, {tokens} validation tokens; small shapes gain no speed from sparse kernels, and rows "
         "may have run beside each other: no measure of speed",

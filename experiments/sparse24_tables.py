@@ -12,11 +12,11 @@ from typing import Any
 
 from benchmarks.results import markdown, newest, provenance
 
-BENCH = "sparse24_quality"
+BENCH, WALL_CLOCK = "sparse24_quality", "sparse24_wall_clock"
 GPT2, SHORT = "gpt2-124m", "gpt2-124m-short"
 CASES = (
     *("dense", "half-width", "FP8", "SR-STE", "SR-STE exact", "FST", "FST exact", "FST 1x4 exact"),
-    *("S-STE", "S-STE exact", "S-STE FP8"),
+    *("FST FP8 gradient", "S-STE", "S-STE exact", "S-STE FP8"),
 )
 COSINE, WSD = "cosine", "wsd"  # schedules of the learning rate
 COLUMNS = 8  # steps of the curves that are shown

@@ -19,7 +19,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from benchmarks import results
 from experiments import sparse24_quality
 from experiments.python_corpus import open_prepared
-from experiments.sparse24_quality import Deadline, Size, Turn, rows_of, thinned
+from experiments.sparse24_quality import Deadline, Size, Turn, rows_of, thinned, without_options
 from experiments.sparse24_tables import CASES, curves, stable_table, table
 from experiments.trained_model import open_trained
 from shoestring.errors import UserError
@@ -88,6 +88,25 @@ def test_rows_are_asked_for_one_by_one() -> None:
     assert len(seeds) == len(CASES) + 4 and seeds.count(("FST", 2)) == 1 and ("S-STE", 1) not in seeds
     with pytest.raises(UserError, match="fst"):
         rows_of(["fst:1"], None, [0])
+
+
+def test_calls_of_a_file_do_not_read_the_file_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    given = ["--size", "cpu", "--calls", "F", "--at-once=2", "--seconds", "9", "--micro", "4"]
+    assert without_options(given, "--calls", "--at-once", "--seconds") == ["--size", "cpu", "--micro", "4"]
+    calls = tmp_path / "calls.txt"
+    calls.write_text('# wanted\n--rows "FST exact:0" --decay 6e-5\n\n--rows dense:1  # a seed\n')
+    asked: list[list[str]] = []
+    monkeypatch.setattr(
+        sparse24_quality.subprocess, "run", lambda command, **_: asked.append(command) or SimpleNamespace(returncode=0)
+    )
+    monkeypatch.setattr(sys, "argv", ["sparse24_quality", *given])
+    sparse24_quality.run_calls(calls, 1, ends=float("inf"))
+    assert [command[3:-2] for command in asked] == [
+        ["--size", "cpu", "--micro", "4", "--rows", "FST exact:0", "--decay", "6e-5"],
+        ["--size", "cpu", "--micro", "4", "--rows", "dense:1"],
+    ]
+    sparse24_quality.run_calls(calls, 1, ends=0.0)  # the time is over
+    assert len(asked) == 2
 
 
 def test_a_thinned_curve_keeps_its_end() -> None:

@@ -1,0 +1,229 @@
+"""2:4 pre-training at equal wall clock: dense, dense FP8, FST and half the feed-forward width, at width 2,048.
+
+    python -m experiments.sparse24_wall_clock --seconds 65 --limit 325      an H200, alone on it
+    python -m experiments.sparse24_wall_clock --size tiny --seconds 3       any machine; records nothing of use
+
+Every variant trains for the same seconds on the same text, in the same order, with the same rate: a warm-up, then
+constant, then linear to zero over the last sixth, all by the clock. So a faster variant sees more tokens. FST is
+sparse from the first step (a fixed decay, no probe) and dense for the last sixth of the time, in which it is no faster
+than dense. Sparse products run sparse where that was measured to be faster; passes are CUDA graphs in every variant.
+
+Not in the seconds: choosing sparse products, compiling, capturing the first graph, evaluating. In them: new masks,
+decay, FST's second capture when it becomes dense. Variants compile side by side and then train one by one, each alone
+on the GPU (benchmarks/processes.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.processes import child_environment, run_in_turns, take_turn
+from benchmarks.results import record
+from experiments.python_corpus import open_prepared
+from experiments.sparse24_quality import LLAMA_TINY, Size, build, on_paper, thinned, validation_losses
+from experiments.sparse24_tables import WALL_CLOCK
+from experiments.time_budget import OutOfTime, TimeBudget
+from shoestring.errors import UserError, as_command
+from shoestring.mesh import open_mesh
+from shoestring.train.cuda_graph import GraphedForwardBackward
+from shoestring.train.objectives import CrossEntropy
+from shoestring.train.optim import set_lr
+from shoestring.train.shards import Corpus, tokenize_corpus
+from shoestring.train.sparse24 import (
+    DenseFinish,
+    MaskedDecay,
+    MaskRefresh,
+    NoiseClock,
+    end_dense_phase,
+    sparse_layers,
+    start_dense_phase,
+)
+from shoestring.train.sparse24_tune import tune_products
+from shoestring.train.step import Hook, PlainForwardBackward, Run
+from shoestring.train.trainer import train
+
+CASES = ("dense", "FST", "FP8", "half-width", "FST exact")
+WARMUP, FINISH = 1 / 20, 1 / 6  # parts of the time
+DECAY = 6e-5  # of masked weights, as published for FST
+ENDLESS = 1 << 30  # steps; the clock ends a run
+LOG_EVERY = 10  # steps; reading the loss also keeps the host's clock within these of the GPU's
+LLAMA_2048 = {
+    "d_model": 2048, "num_layers": 4, "num_heads": 32, "num_kv_heads": 32, "head_dim": 64, "d_ff": 8192,
+}  # fmt: skip
+SIZES = {
+    "2048": Size(LLAMA_2048, 8192, 1024, 16, 16, ENDLESS, 0, 4e-4, refresh=40, compile="blocks"),
+    "tiny": Size(LLAMA_TINY, 1024, 128, 8, 8, ENDLESS, 0, 2e-3, refresh=10),
+}
+
+
+def rate_at(spent: float, lr: float) -> float:
+    """The learning rate when this part of the time is over."""
+    return lr * min(1.0, max(spent, 1e-3) / WARMUP, (1 - spent) / FINISH)
+
+
+def make_hooks(case: str, size: Size, run: Run, seed: int, seconds: float, finish: DenseFinish) -> list[Hook]:
+    """TimeBudget comes last: it ends the training."""
+
+    def follow_clock(run: Run, spent: float) -> None:
+        set_lr(run.optimizer, rate_at(spent, size.lr))
+        if spent >= 1 - FINISH:
+            finish.at = min(finish.at, run.step)
+        if run.step % LOG_EVERY == LOG_EVERY - 1:
+            run.log.log(run.step + 1, elapsed=spent * seconds)
+
+    budget = TimeBudget(size.steps, seconds, follow_clock)
+    if not case.startswith("FST"):
+        return [budget]
+    clock = NoiseClock(run.model, seed=seed, tokens_per_step=size.batch * size.context)
+    return [clock, MaskRefresh(size.refresh), MaskedDecay(DECAY), finish, budget]
+
+
+def rehearse(run: Run, micros: list[Any], sparse: bool) -> None:
+    """Compile all that training will run. No weight changes: there is no optimizer step, and masks are chosen anew from
+    the same weights."""
+    objective, passes = CrossEntropy(), PlainForwardBackward()
+    run.model.train()
+    micros = [micro.to(run.mesh.device) for micro in micros]
+    for phase in (start_dense_phase, end_dense_phase) if sparse else (lambda model: None,):
+        phase(run.model)
+        passes(run.model, objective, micros, float(sum(objective.count(m) for m in micros)))
+    if sparse:
+        MaskRefresh(1).refresh(run)
+        MaskedDecay(DECAY).before_step(run)  # on gradients that are dropped
+    run.optimizer.zero_grad()
+
+
+def measure(case: str, size: Size, corpus: Corpus, seed: int, seconds: float) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(config, what was found) of one variant, trained for `seconds` after its turn has come."""
+    run, data = build(case, size, corpus, seed, None)
+    sparse = case.startswith("FST")
+    if not sparse and case != "FP8":
+        start_dense_phase(run.model)
+    if sparse:
+        tune_products(run.model, size.micro * size.context, torch.bfloat16)
+    rehearse(run, data.step(0), sparse)
+    finish = DenseFinish(run.model, at=ENDLESS)
+    hooks = make_hooks(case, size, run, seed, seconds, finish)
+    passes = GraphedForwardBackward() if run.mesh.device.type == "cuda" else PlainForwardBackward()
+    take_turn()
+    began = time.perf_counter()
+    try:
+        train(run, data, CrossEntropy(), steps=size.steps, hooks=hooks, log_every=LOG_EVERY, forward_backward=passes)
+    except OutOfTime:
+        if run.mesh.device.type == "cuda":
+            torch.cuda.synchronize()
+    took = time.perf_counter() - began
+    by_part = validation_losses(run, corpus, size)
+    elapsed = {row["step"]: row["elapsed"] for row in run.log.history if "elapsed" in row}
+    curve = [(elapsed[row["step"]], row["loss"]) for row in run.log.history if "loss" in row and row["step"] in elapsed]
+    reason = passes.reason if isinstance(passes, GraphedForwardBackward) else "no GPU"
+    config = {
+        "d_model": size.shape["d_model"], "layers": size.shape["num_layers"],
+        "d_ff": size.shape["d_ff"] // (2 if case == "half-width" else 1), "batch": size.batch, "context": size.context,
+        "seconds": seconds, "seed": seed, "lr": size.lr, "vocab_size": corpus.tokenizer.vocab_size,
+        "corpus": corpus.train.fingerprint[:8], "different_tokens": len(corpus.train),
+    }  # fmt: skip
+    found = {
+        "loss": statistics.fmean(by_part), "loss_by_part": [round(loss, 4) for loss in by_part],
+        "steps": run.step, "tokens": run.step * data.tokens_per_step, "seconds_with_first_step": round(took, 2),
+        "train_loss_by_second": [[round(at, 1), loss] for at, loss in thinned(curve)],
+        "without_graph": reason, "sparse_layers": len(sparse_layers(run.model, dense_phase=True)) if sparse else 0,
+        **({"dense_steps": run.step - finish.at} if sparse else {}),
+    }  # fmt: skip
+    return config, found
+
+
+def save(case: str, name: str, config: dict[str, Any], found: dict[str, Any]) -> None:
+    loss = found.pop("loss")
+    record(
+        bench=WALL_CLOCK, case=case, metric="validation loss", unit="nats per token", samples=[loss], quality=found,
+        config={"model": f"llama-{name}", **config},
+        note="Python sources; equal seconds of training, alone on the GPU; compiling, choosing sparse products, the "
+        "first graph and the evaluation are not in them",
+    )  # fmt: skip
+    rate, plain = found["tokens"] / config["seconds"], found["without_graph"]
+    print(
+        f"{case:12} {config['seconds']:g} s: validation loss {loss:.4f}, {found['tokens']:,} tokens, {rate:,.0f} "
+        f"tokens/s, {found['steps']} steps, {found['seconds_with_first_step']} s in all"
+        + (f", without a CUDA graph: {plain}" if plain else ""),
+        flush=True,
+    )
+
+
+def open_text(args: argparse.Namespace, size: Size) -> Corpus:
+    if args.corpus:
+        return open_prepared(args.corpus)
+    return tokenize_corpus("python", tokenizer=None, vocab_size=size.vocab_size, max_bytes=args.max_bytes)
+
+
+def all_in_turns(args: argparse.Namespace) -> None:
+    """Every case in a process of its own, after the text and the table of sparse products are there."""
+    began = time.monotonic()
+    size = SIZES[args.size]
+    text = subprocess.Popen(command(args, "--prepare", "text"), env=child_environment())
+    subprocess.run(command(args, "--prepare", "products", "--cases", *args.cases), env=child_environment(), check=True)
+    if text.wait():
+        raise UserError("the text could not be prepared; what went wrong is above")
+    print(f"prepared after {time.monotonic() - began:.0f} s", flush=True)
+    left = args.limit - (time.monotonic() - began)
+    commands = [command(args, "--cases", case) for case in args.cases]
+    # What is left after all have trained and been evaluated may be spent compiling.
+    patience = max(10.0, left - len(commands) * (args.seconds + 8.0))
+    with tempfile.TemporaryDirectory() as folder:
+        told = run_in_turns(commands, Path(folder), patience=patience, seconds=left, least=args.seconds + 3.0)
+    print(f"{size.shape['num_layers']} layers: {dict(zip(args.cases, told, strict=True))}", flush=True)
+
+
+def command(args: argparse.Namespace, *more: str) -> list[str]:
+    given = ["--size", args.size, "--seconds", str(args.seconds), "--max-bytes", str(args.max_bytes)]
+    given += ["--seed", str(args.seed), *(["--corpus", str(args.corpus)] if args.corpus else [])]
+    return [sys.executable, "-m", "experiments.sparse24_wall_clock", *given, *more]
+
+
+def prepare(what: str, args: argparse.Namespace, size: Size) -> None:
+    """What all cases share, kept in the cache folder: the tokens, or which products of FST run sparse."""
+    if what == "text":
+        print(f"{len(open_text(args, size).train):,} training tokens", flush=True)
+        return
+    if open_mesh().device.type == "cuda":
+        for case in args.cases:
+            if case.startswith("FST"):
+                tune_products(on_paper(case, size, size.vocab_size), size.micro * size.context, torch.bfloat16)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=tuple(SIZES), default="2048")
+    parser.add_argument("--seconds", type=float, default=65.0, help="of training, for each case")
+    parser.add_argument("--limit", type=float, default=math.inf, help="seconds for all")
+    parser.add_argument("--cases", nargs="*", choices=CASES, default=list(CASES[:4]))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--max-bytes", type=int, default=128_000_000, help="of the text")
+    parser.add_argument("--corpus", type=Path, help="a prepared corpus folder with its tokenizer.json")
+    parser.add_argument("--prepare", choices=("text", "products"), help="only this, for a later call")
+    args = parser.parse_args()
+    if not 0 < args.seconds < math.inf:
+        raise UserError(f"--seconds {args.seconds} is not possible: give more than 0")
+    torch.set_float32_matmul_precision("high")  # as benchmarks/train_sparse24 times steps
+    size = SIZES[args.size]
+    if args.prepare:
+        prepare(args.prepare, args, size)
+    elif len(args.cases) > 1:
+        all_in_turns(args)
+    else:
+        config, found = measure(args.cases[0], size, open_text(args, size), args.seed, args.seconds)
+        save(args.cases[0], args.size, config, found)
+
+
+if __name__ == "__main__":
+    as_command(main)

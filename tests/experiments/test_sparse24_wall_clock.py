@@ -1,0 +1,31 @@
+"""Equal wall clock: rates and FST's dense finish follow the clock, and a variant says how many tokens it saw."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from experiments.python_corpus import open_prepared
+from experiments.sparse24_quality import Size
+from experiments.sparse24_wall_clock import ENDLESS, measure, rate_at
+from tiny import small_corpus
+
+TINY = Size(
+    {"d_model": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2, "head_dim": 16, "d_ff": 64},
+    vocab_size=300, context=32, batch=4, micro=4, steps=ENDLESS, warmup=0, lr=2e-3, refresh=4,
+)  # fmt: skip
+
+
+def test_the_rate_rises_stays_and_ends_at_zero() -> None:
+    rates = [rate_at(spent, 1.0) for spent in (0.0, 0.025, 0.05, 0.5, 5 / 6, 11 / 12, 1.0)]
+    assert rates == pytest.approx([0.02, 0.5, 1.0, 1.0, 1.0, 0.5, 0.0])
+
+
+def test_fst_trains_sparse_then_dense_for_the_given_seconds(tmp_path: Path) -> None:
+    corpus = open_prepared(small_corpus(tmp_path).folder)
+    config, found = measure("FST", TINY, corpus, 0, 0.6)
+    assert config["seconds"] == 0.6 and found["tokens"] == found["steps"] * 128
+    assert 0.6 <= found["seconds_with_first_step"] < 5
+    assert found["sparse_layers"] == 3 and found["dense_steps"] > 0
+    assert sum(found["loss_by_part"]) / len(found["loss_by_part"]) == pytest.approx(found["loss"], abs=1e-4)
