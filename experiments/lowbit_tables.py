@@ -25,7 +25,8 @@ from benchmarks.results import markdown, provenance, recorded
 from experiments.lowbit_subjects import KEPT, SMOLLM2, STORIES
 
 BENCH = "lowbit_quality"
-MIXED = "ours, mixed"  # formats by layer, at the bits per weight of the one in the row
+# Formats by layer, at the bits per weight of the one in the row.
+MIXED, THEIRS_MIXED = "ours, mixed", "bitdistiller, mixed"
 PLAIN = ("rtn", "clip", "awq", "gptq")
 WEIGHED = "gptq+clip@act_order,token"  # every token counted alike, columns with large inputs first
 TODAY = WEIGHED + ",own"  # and calibrated on what the model wrote: the default of shrink/ptq
@@ -39,7 +40,8 @@ TEXTS = {
 COLUMNS = {"rtn": "rounding", "clip": "clip search", "awq": "AWQ", "gptq": "GPTQ", "gptq+clip": "GPTQ + clip",
            "gptq+cd": "GPTQ + descent", "gptq+clip+cd": "GPTQ + clip + descent",
            WEIGHED: "GPTQ + clip, tokens alike", TODAY: "`shrink/ptq`, own text",
-           "bitdistiller": "BitDistiller", "ours": "ours", MIXED: MIXED}  # fmt: skip
+           "bitdistiller": "BitDistiller", THEIRS_MIXED: "BitDistiller, mixed", "ours": "ours",
+           MIXED: MIXED}  # fmt: skip
 # The windows of lowbit_subjects, which clip search, AWQ and GPTQ see.
 CALIBRATED = {
     SMOLLM2: (16_384, "the validation text"),
@@ -121,7 +123,7 @@ def counting() -> list[dict[str, Any]]:
         known = (line["config"].get(k) for k in ("model_seed", "model_tokens", "corpus", "weights"))
         return *known, line.get("baseline_value")
 
-    lines = recorded(BENCH)
+    lines = [n for n in recorded(BENCH) if not n["config"].get("text")]  # trained on another corpus: on_corpus
     last = next((which(n) for n in reversed(lines) if n["config"]["model"] == KEPT), None)
     lines = [n for n in lines if n["config"]["model"] != KEPT or which(n) == last]
     # The text that SmolLM2 wrote for training was another one when novels were measured: a repeat, not a replacement.
@@ -148,7 +150,8 @@ def best_settings() -> dict[tuple[str, str, str], Found]:
 
 def _kind(method: str) -> str:
     """The method without its setting, which some have as a column of their own."""
-    return MIXED if "mix=" in method else method if method in COLUMNS else method.partition("@")[0]
+    base = method.partition("@")[0]
+    return f"{base}, mixed" if "mix=" in method else method if method in COLUMNS else base
 
 
 def best_of(settings: list[Found]) -> Found:
@@ -247,6 +250,7 @@ def verdicts() -> list[Verdict]:
     ways = itertools.product(MODELS, ("nf3:s2", "int2"), groups, ("ours", MIXED))
     for model, kind, group, ours in ways:
         compare(f"{ours} below BitDistiller", model, f"{kind}:g{group}", ours, "bitdistiller")
+        compare(f"{ours} below BitDistiller, mixed", model, f"{kind}:g{group}", ours, THEIRS_MIXED)
     for model, group in itertools.product(MODELS, groups):
         what = "ours within 5% of full precision"
         compare(what, model, f"int4:g{group}", "ours", "dense", 1.05, other="dense")
@@ -319,6 +323,53 @@ def off_text() -> str:
         "one run for all rows. Methods without training calibrate on 16,384 tokens."
     )
     return markdown(header, rows) + said + provenance(lines)
+
+
+WAYS = {  # rows of `published`: name, and whether a method belongs there
+    "BitDistiller, its batches of 128": lambda m: m.startswith("bitdistiller") and "batch=128" in m,
+    "BitDistiller, batches of 32": lambda m: _kind(m) == "bitdistiller" and "batch=" not in m,
+    "BitDistiller, mix of formats": lambda m: _kind(m) == THEIRS_MIXED,
+    "ours": lambda m: _kind(m) == "ours",
+    "ours, mix of formats": lambda m: _kind(m) == MIXED,
+}
+
+
+def published() -> str:
+    """BitDistiller as published and ours, on one text with one number of tokens, at as many rates each."""
+    lines = [n for n in counting() if n["config"]["model"] == SMOLLM2]
+    texts = [n["config"]["text_id"] for n in lines if ",best" in n["config"]["method"]]
+    if not texts:
+        return "Not measured yet."
+    full = next(n["quality"] for n in reversed(lines) if n["config"]["method"] == "dense" and "novels" in n["quality"])
+    lines = [n for n in lines if n["config"].get("text_id") == texts[-1]]
+    rows = []
+    for label in sorted({n["config"]["format"] for n in lines}, key=_order):
+        for name, belongs in WAYS.items():
+            runs: dict[str, list[dict[str, Any]]] = {}
+            for n in lines:
+                if n["config"]["format"] == label and belongs(n["config"]["method"]):
+                    runs.setdefault(n["config"]["method"], []).append(n)
+            if not runs:
+                continue
+            # By seed 0, which every setting has.
+            of_seed_0 = {
+                m: next(n["quality"]["valid"] for n in of if not n["config"]["seed"]) for m, of in runs.items()
+            }
+            best = runs[min(of_seed_0, key=lambda m: of_seed_0[m])]
+            cells = [_range(sorted(n["quality"][k] for n in best)) for k in ("valid", "perplexity", "novels")]
+            chosen = f"`{best[0]['config']['method'].partition('@')[2]}`"
+            rows.append(
+                [label, f"{best[0]['config']['bits']:.2f}", name, f"{len(runs)}", chosen, f"{len(best)}", *cells]
+            )
+    header = ["format", "bits/weight", "method", "settings", "best by validation", "seeds"]
+    tokens = sorted({n["config"]["training_tokens"] for n in lines})
+    said = (
+        f"\n\n{SMOLLM2}, {' or '.join(f'{t:,}' for t in tokens)} training tokens of one text that it wrote itself. "
+        f"Perplexity on the WikiText-2 validation text, its test text (full precision {_number(full['perplexity'])}) "
+        f"and novels ({_number(full['novels'])}). BitDistiller keeps its best state by the validation text and "
+        "searches 10 x 10 ranges a group, as published."
+    )
+    return markdown([*header, "validation", "WikiText-2", "novels"], rows) + said + provenance(lines)
 
 
 def two_bits() -> str:

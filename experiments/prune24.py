@@ -12,8 +12,8 @@ the WikiText-2 validation text and see the pruned blocks before each block. Trai
 weights (CAST, whose forward is dense, from the dense ones, and AST in one row of its own) and learn from --text and the
 dense model's predictions on it. The training text should not be WikiText: experiments/english_corpus makes one. The
 curve is the perplexity on the validation text. "ast:frozen" keeps SparseGPT's masks: what new masks are worth. "+int4"
-rows have the kept values in 4 bits too, rounded or by a
-method on the same windows; int3 without pruning takes as many bits.
+rows have the kept values in 4 bits too, rounded or by a method on the same windows; int3 without pruning takes as many
+bits. Rows are measured on novels as well (the passages of LAMBADA), which no calibration text has.
 
 Rows are recorded one by one; --missing continues a stopped call.
 """
@@ -21,10 +21,11 @@ Rows are recorded one by one; --missing continues a stopped call.
 from __future__ import annotations
 
 import argparse
+import json
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -35,6 +36,7 @@ from torch import Tensor
 
 from benchmarks.results import device_name, markdown, newest, provenance, record
 from benchmarks.smollm2 import need_smollm2
+from experiments.lowbit_subjects import novels
 from experiments.time_budget import OutOfTime, TimeBudget
 from shoestring.errors import UserError, as_command
 from shoestring.evals.perplexity import perplexity
@@ -46,6 +48,7 @@ from shoestring.model import Decoder, Tokenizer, load_model, save_model
 from shoestring.model.parallel import CompileMode, ParallelConfig
 from shoestring.runlog import RunLog
 from shoestring.shrink.calibrate import Calibration, walk, windows
+from shoestring.shrink.gptq import Gptq
 from shoestring.shrink.prune import PRUNERS, prune, take_branches
 from shoestring.shrink.prune24_retrain import (
     Retrain,
@@ -88,7 +91,8 @@ TRAINED = {
     "cast": Case(PLAIN, "dense", {"rule": "cast"}),
 }
 WARMUP = 0.05  # of a training, by steps or by the clock
-# Quantized: from SparseGPT's, AST's or the dense weights, to a Format, by a method. 3.375 bits a weight each.
+# Quantized: from SparseGPT's, AST's or the dense weights, to a Format, by a method. 3.375 bits a weight each. GPTQ with
+# clip search is the default of shrink/ptq: act_order, every token counted alike.
 CODED = {
     "ast+int4:gptq+clip": ("ast", "sparse24+int4:g32", "gptq+clip"),
     "ast+int4:awq": ("ast", "sparse24+int4:g32", "awq"),
@@ -97,7 +101,9 @@ CODED = {
     "sparsegpt+int4:awq": ("sparsegpt", "sparse24+int4:g32", "awq"),
     "int3:gptq": ("dense", "int3:g64", "gptq"),
     "int3:awq": ("dense", "int3:g64", "awq"),
+    "int3:gptq+clip": ("dense", "int3:g64", "gptq+clip"),
 }
+QAT = {"bitdistiller": "BitDistiller", "ours": "QAT of `lowbit_best`"}
 CASES = ("dense", *ONE_SHOT, "sparsegpt+slorb", *TRAINED, *CODED)
 NAMES = {
     "dense": "full precision (the file's Q4_1 weights, de-quantized)",
@@ -106,6 +112,7 @@ NAMES = {
     "sparsegpt+int4:gptq": "SparseGPT, kept values to int4:g32 by GPTQ",
     "sparsegpt+int4:awq": "SparseGPT, kept values to int4:g32 by AWQ",
     "int3:gptq": "not pruned, to int3:g64 by GPTQ", "int3:awq": "not pruned, to int3:g64 by AWQ",
+    "int3:gptq+clip": "not pruned, to int3:g64 by GPTQ + clip",
     "ast:frozen": "AST, masks of SparseGPT throughout",
     "ast+int4:gptq+clip": "AST, kept values to int4:g32 by GPTQ + clip",
     "ast+int4:awq": "AST, kept values to int4:g32 by AWQ",
@@ -124,6 +131,7 @@ class Bench:
     tokenizer: Tokenizer
     test: Tensor
     valid: Tensor
+    novels: Tensor | None
     device: str
 
     @property
@@ -133,8 +141,8 @@ class Bench:
     def load(self) -> Decoder:
         return load_model(self.source, device=self.device).model
 
-    def perplexity(self, model: Decoder, tokens: Tensor) -> float:
-        context = self.args.context
+    def perplexity(self, model: Decoder, tokens: Tensor, context: int = 0) -> float:
+        context = context or self.args.context
         rows = max(1, (16384 if self.device == "cuda" else 1024) // context)
         # Compiled blocks would be compiled again, for another width and without gradients.
         with torch.compiler.set_stance("force_eager"):
@@ -142,7 +150,9 @@ class Bench:
 
     def quality(self, model: Decoder) -> dict[str, float]:
         model.compute_dtype = self.compute  # every row in the same precision
-        value = self.perplexity(model, self.test)
+        found = {"perplexity": self.perplexity(model, self.test)}
+        if self.novels is not None:
+            found["novels"] = round(self.perplexity(model, self.novels, 512), 3)
         with torch.compiler.set_stance("force_eager"):
             task = run_task(
                 model,
@@ -151,7 +161,7 @@ class Bench:
                 limit=self.args.items,
                 batch_rows=16384 if self.device == "cuda" else 1024,
             )
-        return {"perplexity": value, "accuracy_LAMBADA": round(task.accuracy, 4)}
+        return {**found, "accuracy_LAMBADA": round(task.accuracy, 4)}
 
     def calibration(self) -> Tensor:
         return windows(self.valid, self.args.windows, 512)
@@ -185,12 +195,21 @@ def coded(bench: Bench, case: str, work: Path) -> tuple[Decoder, dict[str, Any]]
     if not source.exists():
         raise UserError(f"{case} quantizes the model that the case ast leaves; name that case before it")
     model, method = load_model(source, device=bench.device).model, METHODS[name]
-    steps = walk(model, bench.calibration(), Calibration(inputs=usual_inputs(method)))
+    calibration = Calibration(inputs=usual_inputs(method))
+    if isinstance(method, Gptq) and method.clip is not None:
+        method, calibration = replace(method, act_order=True), replace(calibration, weigh="token")
+    steps = walk(model, bench.calibration(), calibration)
     quantize(model, [("*", parse_format(label))], steps, method)
     bits = bits_per_weight(model)
     for _, linear in format_linears(model):
         linear.set_format(Dense())
-    return model, {"bits": bits}
+    training = json.loads(training_file(work).read_text()) if start == "ast" else {}
+    return model, {**training, "bits": bits}
+
+
+def training_file(work: Path) -> Path:
+    """How the model was trained that the case ast left."""
+    return work / "trained-ast.json"
 
 
 def from_start(bench: Bench, format: str, work: Path, compute: torch.dtype, mode: CompileMode = "off") -> Decoder:
@@ -303,7 +322,8 @@ def main() -> None:
     assert tokenizer is not None
     texts = args.assets / "text/wikitext-2"
     test, valid = (torch.tensor(tokenizer.encode((texts / f"{n}.txt").read_text())) for n in ("test", "valid"))
-    bench = Bench(args, Path(source), tokenizer, test[: args.tokens or None], valid, device)
+    off_text = novels(args.assets, tokenizer, min(1 << 16, args.tokens or 1 << 16))
+    bench = Bench(args, Path(source), tokenizer, test[: args.tokens or None], valid, off_text, device)
     common = {"model": MODEL, "context": args.context, "tokens": len(bench.test), "items": args.items}
     known = known_cases(common) if args.missing else set()
     with tempfile.TemporaryDirectory() as temp:
@@ -321,6 +341,7 @@ def main() -> None:
                     whole = gather(model, [("*", parse_format(PLAIN))], open_mesh(MeshConfig()))
                     assert whole is not None
                     save_model(work / "trained-ast", whole)
+                    training_file(work).write_text(json.dumps(config))
             elif case in CODED:
                 model, config = coded(bench, case, work)
             elif case.startswith("sparsegpt"):
@@ -385,9 +406,11 @@ SHARED = ("context", "tokens", "items")  # rows that agree on these, and on the 
 
 def grouped() -> list[list[dict[str, Any]]]:
     """The newest line of every method, in the order of the methods, grouped by machine and test; of each machine the
-    test that was measured last."""
+    test that was measured last. Short trainings that were compared with each other have a table of their own."""
     found: dict[str, dict[tuple[Any, ...], list[dict[str, Any]]]] = {}
     for line in newest(BENCH):
+        if "novels" in line["quality"]:
+            continue
         tests, test = found.setdefault(line["device"], {}), tuple(line["config"][k] for k in SHARED)
         tests[test] = [*tests.pop(test, []), line]  # the last one measured comes last
     last = [{n["case"]: n for n in list(tests.values())[-1]} for tests in found.values()]
@@ -422,6 +445,40 @@ def _table(lines: list[dict[str, Any]]) -> str:
         "of the validation text."
     )
     return markdown(header, rows) + said + provenance(lines)
+
+
+def controls() -> str:
+    """Trainings on one text with one number of tokens, and what they start from: is it the masks, and do 4-bit values
+    on top keep up with 3 bits without pruning?"""
+    lines = [n for n in newest(BENCH) if "novels" in n["quality"]]
+    others = [n for n in newest("lowbit_quality") if n["config"].get("text")]
+    if not lines:
+        return "Not measured yet."
+    full = next(n["quality"] for n in reversed(lines) if n["case"] == "dense")
+    rows = []
+
+    def add(name: str, n: dict[str, Any], tokens: int) -> None:
+        q = n["quality"]
+        cells = [f"{q[k]:,.2f} ({100 * (q[k] / full[k] - 1):+.0f}%)" for k in ("perplexity", "novels")]
+        seed = str(n["config"]["seed"]) if tokens else ""
+        rows.append([name, f"{n['config']['bits']:.3g}", f"{tokens:,}" if tokens else "none", seed, *cells])
+
+    ordered = sorted(lines, key=lambda n: (CASES.index(n["case"]), n["config"].get("seed", 0)))
+    for n in ordered:
+        add(NAMES.get(n["case"], n["case"]), n, n["config"].get("train_tokens", 0))
+    for n in others:
+        add(f"not pruned, {QAT[n['config']['method'].partition('@')[0]]} at {n['config']['format']}", n,
+            n["config"]["training_tokens"])  # fmt: skip
+    config = lines[-1]["config"]
+    said = (
+        f"\n\nPerplexity, and its distance from full precision. WikiText-2: {config['tokens']:,} tokens of the test "
+        f"text (tokenised edition), context {config['context']:,}. Novels: the first 65,536 tokens of LAMBADA's "
+        f"passages, context 512. Calibrated on {calibrated(lines)} tokens of the WikiText-2 validation text; trained "
+        "on the same English text, "
+        "none of it from either."
+    )
+    header = [MODEL, "bits/weight", "training tokens", "seed", "WikiText-2", "novels"]
+    return markdown(header, rows) + said + provenance([*lines, *others])
 
 
 def calibrated(lines: list[dict[str, Any]]) -> str:

@@ -43,11 +43,11 @@ def test_settings_by_name_do_what_they_say(tmp_path: Path) -> None:
     embed = model.embed.weight.detach().clone()
     got, told = shrink(subject, "ours@live,0.5,gamma=0,batch=4,rest=0,blocks=0", "int2:g32", 0)
     assert torch.equal(got.embed.weight, embed) and not (tmp_path / "cache").exists()
-    assert told == {"training_tokens": 1024, "rates": 0.5, "live": True, "batch": 4}
+    assert told == {"training_tokens": 1024, "rates": 0.5, "live": True, "batch": 4, "text_id": "short"}
     unformat(got)
     got, told = shrink(subject, "ours@norm=0", "int2:g32", 0)  # the defaults otherwise
     assert not torch.equal(got.embed.weight, embed) and (tmp_path / "cache").exists()
-    assert told == {"training_tokens": 1024, "rates": 1.0, "live": False, "batch": 8}
+    assert told == {"training_tokens": 1024, "rates": 1.0, "live": False, "batch": 8, "text_id": "short"}
     unformat(got)
     got, told = shrink(subject, "ours@blocks=0,norm=0,mix=nf2:s1:g32+nf3:s1:g32", "nf2:s2:g32", 0)
     chosen = {m.format.label for _, m in format_linears(got)}
@@ -58,8 +58,15 @@ def test_settings_by_name_do_what_they_say(tmp_path: Path) -> None:
     w, full = (state["blocks.0.attn.v.weight"] for state in (got.state_dict(), subject.original))
     assert w.abs().max() <= full.abs().max() and not torch.equal(w, full)  # clamped, as BitDistiller's
     unformat(got)
-    got, told = shrink(subject, "bitdistiller@1e-3,batch=4", "int2:g32", 0)
-    assert told == {"training_tokens": 1024, "lr": 1e-3, "batch": 4}
+    ends = []
+    for keep in ("", ",best"):  # at a rate that ruins the model
+        got, told = shrink(subject, f"bitdistiller@1,batch=4,clip=full{keep}", "int2:g32", 0)
+        assert told == {"training_tokens": 1024, "lr": 1.0, "batch": 4, "text_id": "short"}
+        ends.append(perplexity(got, subject.test, context=subject.context).value)
+        unformat(got)
+    assert ends[1] < ends[0]
+    got, told = shrink(subject, "bitdistiller@1e-3,mix=nf2:s1:g32+nf3:s1:g32", "nf2:s2:g32", 0)
+    assert len({m.format.label for _, m in format_linears(got)}) > 1
     unformat(got)
 
 
