@@ -2,6 +2,8 @@
 
     python -m benchmarks.drafter_speed --keep DIR          about 160 seconds, alone on the machine
     ... --sampled-only --temperatures 0.7 1                the controller on sampled texts, and nothing else
+    ... --rules coupled block                              of sampled texts; one request at a time from the second on
+    ... --only DistillSpec                                 of the drafters these, of the first seed
 
 For a target that was trained elsewhere `experiments.drafter --model FILE --name NAME --no-speed --keep DIR` makes DIR.
 
@@ -56,6 +58,7 @@ from shoestring.serve.speculative.draft_length import DraftLengthController
 from shoestring.serve.speculative.draft_model import DraftModel
 from shoestring.serve.speculative.drafter import Drafter
 from shoestring.serve.speculative.drafter_stack import DrafterStack, open_drafter
+from shoestring.serve.speculative.verify import RULES, RuleName
 from shoestring.shrink.drafter_acceptance import engine_for
 
 NUM_DRAFTS = 4
@@ -430,6 +433,7 @@ def record_batch(kept: Kept, turns: Turns, found: Rates, way: Way, layers: int, 
             **config,
             "drafter": way.name,
             "text": text,
+            **({"rule": rule} if (rule := kept.engine.rule) != "coupled" else {}),
             **({"controller": way.controller} if way.controller else {}),
         },
         note=f"a queue of {num} texts of up to {longest} new tokens, timed until a place stays empty (plain: "
@@ -456,10 +460,14 @@ def measure_all(
     tokens: int | None = None,
     temperatures: Sequence[float] = (1.0,),
     sampled_only: bool = False,
+    rules: Sequence[RuleName] = ("coupled",),
+    only: Sequence[str] = (),
 ) -> None:
     """`seconds`: for everything but loading. The most important parts come first, sampled texts last; a part that has
     used its share of the time ends with the turns it has."""
     kept = Kept(folder, target, tokens, max(batches, default=1))
+    if only:
+        kept.rows = [r for r in kept.rows if r["case"] in only and "seed" not in r["config"]]
     rows = serve_rows(kept.rows, served)
     missing = [n for n in (*served, UNTRAINED) if n not in {r["case"] for r in kept.rows}]
     print(f"{len(kept.rows)} drafters; not there: {missing or 'none'}", flush=True)
@@ -472,9 +480,11 @@ def measure_all(
             kept.controlled(row)
     order = [b for b in sorted(batches, key=lambda b: (b > 1, -b)) if rows]  # 1, then the most first
     # What matters most first; 0: one drafter at a time.
-    tasks = [(b, 0.0, False) for b in order] + [(b, 0.0, True) for b in order]
-    sampled = [(b, t, False) for t in temperatures for b in (*order, 0)]
-    tasks = [task for task in sampled if task[0]] if sampled_only else [*tasks, (0, 0.0, False), *sampled]
+    first: RuleName = rules[0]
+    tasks = [(b, 0.0, False, first) for b in order] + [(b, 0.0, True, first) for b in order]
+    sampled = [(b, t, False, first) for t in temperatures for b in (*order, 0)]
+    tasks = [task for task in sampled if task[0]] if sampled_only else [*tasks, (0, 0.0, False, first), *sampled]
+    tasks += [(b, t, False, rule) for rule in rules[1:] for t in temperatures for b in order[:1]]
     # Seconds of the tasks that are to have their share of the time.
     ahead = [expected(rows, batch, repeats) for batch in order]
     print(
@@ -486,7 +496,7 @@ def measure_all(
     taken: dict[int, float] = {}  # requests at once -> seconds of a turn
     gc.collect()
     gc.freeze()  # excludes present objects, so that collections between runs are short
-    for batch, temperature, carried in tasks:
+    for batch, temperature, carried, rule in tasks:
         now = time.perf_counter()
         if now > until - LEAST_TIME:
             print("no time for the rest", flush=True)
@@ -496,6 +506,7 @@ def measure_all(
         if batch in taken and now + (WARM_TURNS + 1) * taken[batch] > until:
             print(f"no time for {batch} at once again", flush=True)
             continue
+        kept.engine.rule = rule
         try:
             if batch:
                 few = min(repeats, CARRIED_TURNS) if carried else repeats
@@ -541,6 +552,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, help="new ones a request; as many as acceptance was measured on")
     parser.add_argument("--temperatures", nargs="*", type=float, default=[1.0], help="of sampled texts")
     parser.add_argument("--sampled-only", action="store_true", help="only the controller on sampled texts")
+    parser.add_argument("--rules", nargs="+", default=["coupled"], choices=list(RULES), help="of verification")
+    parser.add_argument("--only", nargs="*", default=[], help="of the kept drafters these")
     args = parser.parse_args()
     measure_all(
         args.keep,
@@ -552,6 +565,8 @@ def main() -> None:
         tokens=args.tokens,
         temperatures=args.temperatures,
         sampled_only=args.sampled_only,
+        rules=args.rules,
+        only=args.only,
     )
 
 

@@ -3,6 +3,7 @@
     python -m experiments.drafter                  on a GPU: trains its target first; about 5 minutes on an H200
     python -m experiments.drafter --size cpu       a small one; about 10 minutes of a CPU core
     python -m experiments.drafter --size given --model DIR --data FOLDER     your own model and texts for it
+    python -m experiments.drafter --size long --english FOLDER     a target trained for longer, on English and Python
 
 In parts, where a machine is shared for training and idle only for the timing (all with the same --keep):
 
@@ -12,8 +13,9 @@ In parts, where a machine is shared for training and idle only for the timing (a
 
 Every drafter starts as the target's first layers and sees the same rows of the corpus in the same order (or of text
 that the target wrote: `own_text` of a size). It is measured on prompts from documents that neither it nor the target
-was trained on, with 4 drafts per pass: greedy, and sampled at temperature 1 under the token rule, whose acceptance is
-sum min(p, q).
+was trained on, with 4 drafts per pass: greedy, and sampled at temperatures 1 and 0.7 under the token rule, whose
+acceptance is sum min(p, q). AdaSPEC learns from a fraction k of a step's tokens; "2.5x batch" gives it steps with 1 / k
+times the rows, as its authors do, so that as many tokens count as in a step of the others.
 
 Compute is counted in floating-point operations of the drafter's training: 3 forwards per token. It includes AdaSPEC's
 reference (its training and its pass over the text) and, in on-policy training, the drafter's generation and the
@@ -39,7 +41,16 @@ import torch
 
 from benchmarks.drafter_tables import BENCH, BUDGETS, LONGER, batches, table
 from benchmarks.results import record, significant
-from experiments.drafter_target import SIZES, Size, clock, inference, open_own_text, train_target, write_own_text
+from experiments.drafter_target import (
+    SIZES,
+    Size,
+    clock,
+    english_and_python,
+    inference,
+    open_own_text,
+    train_target,
+    write_own_text,
+)
 from shoestring.device import pick_device, pick_dtype
 from shoestring.errors import Interrupted, as_command
 from shoestring.evals.model_row import need_tokenizer
@@ -64,7 +75,9 @@ __all__ = ["Bench", "batches", "main", "table"]
 K = 64
 NUM_DRAFTS = 4
 SHARE = 0.25  # of the micro-batches that an on-policy drafter writes itself
-KINDS = (("", 0.0), ("sampled_", 1.0))  # how tokens are chosen: what its numbers are called, temperature
+FRACTION = 0.4  # of a step's tokens that AdaSPEC learns from
+# How tokens are chosen: what its numbers are called, temperature.
+KINDS = (("", 0.0), ("sampled_", 1.0), ("sampled_0.7_", 0.7))
 
 
 @dataclass(frozen=True)
@@ -73,6 +86,7 @@ class Case:
     loss: str = "kl"
     reference: bool = False
     on_policy: bool = False
+    more_rows: float = 1.0  # in a step, times those of others
 
 
 CASES = (
@@ -82,6 +96,7 @@ CASES = (
     Case("AdaSPEC", reference=True),
     Case("DistillSpec, on-policy", on_policy=True),
     Case("LK hybrid + AdaSPEC", "lk_hybrid", reference=True),
+    Case("AdaSPEC, 2.5x batch", reference=True, more_rows=1 / FRACTION),
 )
 
 
@@ -117,9 +132,9 @@ class Bench:
         self.text, self.prompts, self.folder, self.seed = text, prompts, folder, seed
         self.device = target.device
         self.mesh = Mesh(0, 1, self.device)
-        self.data = TokenData(text.train, context=size.draft_context, batch=size.draft_batch, seed=seed)
+        self.data = self.rows_of(CASES[0])
         self.log = RunLog(None, quiet=True)
-        steps = max(size.draft_steps, longer)
+        steps = max(longer, round(size.draft_steps * max(c.more_rows for c in CASES)))
         with clock(f"the target's top {K} on {min(steps, self.data.steps_per_epoch):.0f} steps of text"):
             self.cache: TeacherCache = score_text(folder / f"targets-{seed}", target, self.data, k=K, steps=steps).to(
                 self.device
@@ -130,20 +145,26 @@ class Bench:
             ids = frequent_tokens(text.train.tokens, size.vocab, target.spec.vocab_size, always)
             print(f"the drafter's {size.vocab} tokens are {coverage(text.train.tokens, ids):.1%} of the text")
             self.vocab_ids = ids
-        self.references: dict[int, ScalarCache] = {}
+        self.references: dict[tuple[int, int], ScalarCache] = {}
         self.plain: dict[int, Decoder] = {}  # by steps, trained with KL on all tokens
         self.engine: Engine | None = None
 
+    def rows_of(self, case: Case) -> TokenData:
+        """The rows that a case sees; more of them in a step are those of several steps."""
+        batch = round(case.more_rows * self.size.draft_batch)
+        return TokenData(self.text.train, context=self.size.draft_context, batch=batch, seed=self.seed)
+
     # -- compute --------------------------------------------------------------------------------------------
     def step_flops(self, case: Case) -> float:
-        """Operations of one step of a case, with its share of the reference."""
+        """Operations of one step of a case, with its share of the reference: that has as many steps of DistillSpec's
+        rows, and a pass over all of the case's."""
         size, vocab = self.size, self.size.vocab or self.target.spec.vocab_size
         drafter = replace(self.target.spec, num_layers=self.layers, vocab_size=vocab)
         forward = drafter.flops_per_token(size.draft_context) / 3
-        tokens = self.data.tokens_per_step
+        tokens = round(case.more_rows * size.draft_batch) * size.draft_context
         total = 3 * forward * tokens
         if case.reference:
-            total += 3 * forward * tokens + forward * tokens
+            total += 3 * forward * self.data.tokens_per_step + forward * tokens
         if case.on_policy:
             judge = self.target.spec.flops_per_token(size.draft_context) / 3
             total += SHARE * (forward + judge) * tokens
@@ -163,33 +184,38 @@ class Bench:
     def schedule(self, steps: int) -> Schedule:
         return Schedule(steps, self.size.draft_lr, max(1, steps // 20))
 
-    def reference(self, steps: int) -> ScalarCache:
-        """A drafter with the same initial weights and number of steps; DistillSpec's serves as one."""
-        if steps not in self.references:
+    def reference(self, steps: int, data: TokenData) -> ScalarCache:
+        """Losses on `data` of a drafter with the same initial weights and number of steps; DistillSpec's serves as
+        one."""
+        key = steps, data.batch
+        if key not in self.references:
             objective = make_objective(self.cache, vocab_ids=self.vocab_ids)
             assert isinstance(objective, DraftDistill)
-            model = self.plain.pop(steps, None) or distil(
-                self.fresh_drafter(), self.data, objective, self.schedule(steps), self.mesh, self.log
-            )
-            held = reference_losses(self.folder / f"reference-{steps}", objective, model, self.data, steps=steps)
-            self.references[steps] = held.to(self.device)
-        return self.references[steps]
+            if steps not in self.plain:
+                self.plain[steps] = distil(
+                    self.fresh_drafter(), self.data, objective, self.schedule(steps), self.mesh, self.log
+                )
+            folder = self.folder / f"reference-{steps}-{data.batch}-{self.seed}"
+            held = reference_losses(folder, objective, self.plain[steps], data, steps=steps)
+            self.references[key] = held.to(self.device)
+        return self.references[key]
 
     def train(self, case: Case, steps: int) -> tuple[Decoder, int]:
         """The drafter and its steps, which are fewer after an interrupt."""
-        drafter = self.fresh_drafter()
+        drafter, data = self.fresh_drafter(), self.rows_of(case)
         objective = make_objective(
             self.cache,
             loss=case.loss,
             vocab_ids=self.vocab_ids,
-            reference=self.reference(steps) if case.reference else None,
+            reference=self.reference(steps, data) if case.reference else None,
+            fraction=FRACTION,
             on_policy=SHARE if case.on_policy else 0.0,
             target=self.target,
             num_new=self.size.num_new,
         )
         self.log.history.clear()
         try:
-            distil(drafter, self.data, objective, self.schedule(steps), self.mesh, self.log)
+            distil(drafter, data, objective, self.schedule(steps), self.mesh, self.log)
         except Interrupted:
             return drafter, int(self.log.history[-1]["step"]) if self.log.history else 0
         if case == CASES[0]:
@@ -278,12 +304,10 @@ class Bench:
         )
         told["quality"] = found
         row.write()
-        print(
-            f"{told['case']:24} {told['config']['budget']:13} acceptance {found['acceptance']:.3f} length "
-            f"{found['accepted_length']:.2f}  sampled {found['sampled_acceptance']:.3f} "
-            f"{found['sampled_accepted_length']:.2f}",
-            flush=True,
-        )
+        shown = [
+            f"at {t:g}: {found[f'{k}acceptance']:.3f} {found[f'{k}accepted_length']:.2f}" for k, t in reversed(KINDS)
+        ]
+        print(f"{told['case']:24} {told['config']['budget']:13} acceptance, length {'; '.join(shown)}", flush=True)
 
 
 def main() -> None:
@@ -298,6 +322,8 @@ def main() -> None:
     parser.add_argument("--budgets", nargs="*", default=list(BUDGETS[:3]), choices=BUDGETS[:3])
     parser.add_argument("--seconds", type=float, help="of the target's training")
     parser.add_argument("--text-seconds", type=float, help="of the target's writing")
+    parser.add_argument("--own-text", type=int, help="texts that the target writes for drafters to learn from")
+    parser.add_argument("--english", type=Path, help="instead of --data: a folder of .txt files, mixed with Python")
     parser.add_argument("--target-steps", type=int, help="of its training, instead of --seconds")
     parser.add_argument("--corpus", type=Path, help="a tokenised corpus for the target, brought from elsewhere")
     parser.add_argument("--steps", type=int, help="of a drafter's training")
@@ -319,6 +345,7 @@ def main() -> None:
         text_seconds=args.text_seconds or size.text_seconds,
         draft_steps=args.steps or size.draft_steps,
         layers=args.layers or size.layers,
+        own_text=args.own_text or size.own_text,
     )
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.keep or Path(temporary)
@@ -345,12 +372,14 @@ def prepare_all(args: argparse.Namespace, size: Size, folder: Path) -> Bench:
     """Target, prompts, text and scores; ready.json is written last."""
     device = pick_device("auto")
     dtype = pick_dtype("auto", device)
+    if args.english:
+        args.data = english_and_python(args.english, folder / "mixed", size.max_mb)
     if args.model:
         loaded = load_model(args.model, device=device, dtype=dtype)
         target, name = loaded.model, args.name or Path(args.model).stem
         corpus = tokenize_corpus(args.data, tokenizer=need_tokenizer(loaded), max_bytes=int(size.max_mb * 1e6))
     else:
-        target, corpus, name = train_target(size, device, dtype, args.target_steps, args.corpus)
+        target, corpus, name = train_target(size, device, dtype, args.target_steps, args.corpus, args.data)
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -381,8 +410,8 @@ def open_trained(args: argparse.Namespace, size: Size, folder: Path) -> Bench:
 
 
 def run(bench: Bench, args: argparse.Namespace, began: float) -> None:
-    """Cases in the order of --cases, the most important first in case time runs out. All are trained and kept before
-    the first is measured."""
+    """Cases in the order of --cases, the most important first in case time runs out: each is kept and measured when it
+    is trained."""
     plan = [(c, "equal steps", bench.size.draft_steps) for c in CASES]
     plan += [(c, "equal compute", bench.equal_steps(c)) for c in CASES if c.reference or c.on_policy]
     plan = [p for p in plan if p[0].name in args.cases and p[1] in args.budgets]
@@ -394,6 +423,9 @@ def run(bench: Bench, args: argparse.Namespace, began: float) -> None:
     def late() -> bool:
         return time.perf_counter() - began > args.deadline
 
+    if "no training" in args.budgets:
+        bench.measure(bench.keep("n-gram lookup", "no training", None))
+        bench.measure(bench.keep("first layers, untrained", "no training", bench.fresh_drafter()))
     rows = []
     for case, budget, steps in plan:
         if late():
@@ -409,13 +441,9 @@ def run(bench: Bench, args: argparse.Namespace, began: float) -> None:
         print(f"{case.name}, {budget}: {steps} steps, {flops / 1e12:.3g} TFLOP, {seconds:.1f} s", flush=True)
         if budget.endswith("cut"):
             return
+        bench.measure(rows[-1])
     if rows:
-        rows.append(bench.keep_stacked(max(rows, key=lambda row: row.told["config"]["steps"])))
-    if "no training" in args.budgets:
-        rows.append(bench.keep("first layers, untrained", "no training", bench.fresh_drafter()))
-        rows.append(bench.keep("n-gram lookup", "no training", None))
-    for row in rows:
-        bench.measure(row)
+        bench.measure(bench.keep_stacked(max(rows, key=lambda row: row.told["config"]["steps"])))
 
 
 if __name__ == "__main__":

@@ -5,13 +5,15 @@ text. A model that is large enough for this and is trained within a minute is no
 reported beside the results.
 
 The target is trained for given seconds, and the learning rate follows the clock. A deep one starts with fewer layers,
-whose steps are cheaper; after two thirds of the time, blocks with output weights of 0 are inserted between them, and
-all are trained (block expansion, Wu et al. 2024).
+whose steps are cheaper; after a part of the time, blocks with output weights of 0 are inserted between them (block
+expansion, Wu et al. 2024). Then all blocks are trained, or, where memory is short (`long`), the output matrices of the
+inserted ones.
 """
 
 from __future__ import annotations
 
 import gc
+import hashlib
 import json
 import math
 import time
@@ -30,6 +32,7 @@ from shoestring.model.parallel import init_weights, materialize
 from shoestring.runlog import RunLog, write_atomically
 from shoestring.serve import Engine, Sampling
 from shoestring.shrink.drafter import piece_prompts
+from shoestring.train.corpus import documents
 from shoestring.train.data import TokenData
 from shoestring.train.objectives import CrossEntropy
 from shoestring.train.optim import adamw, constant, warmup_cosine
@@ -62,6 +65,9 @@ class Size:
     at_once: int  # requests at once where acceptance is measured
     repeats: int
     text_seconds: float = 1e9  # of that writing
+    deep_share: float = 1 / 3  # of the target's seconds: with all layers
+    deep_micro: int | None = None  # rows of a pass with all layers
+    outputs_only: bool = False  # with all layers: train the output matrices of inserted blocks
 
 
 # Wide layers: a pass over 5 rows costs about as much as one over 1 row, which speculation needs.
@@ -73,6 +79,11 @@ SIZES = {
     "gpu": Size(
         GPU, 4096, 9.0, 512, 8, 50.0, 6, 4e-4, 1, 0, 4096, 256, 32, 250, 3e-4, 48, 64, 64, 96, 64, 8, 22.0,
     ),
+    # The same shape, trained for longer; its memory stays below 30 GiB, beside other work on the GPU.
+    "long": Size(
+        GPU, 4096, 48.0, 512, 16, 230.0, 4, 5e-4, 1, 0, 6144, 256, 32, 400, 3e-4, 48, 64, 64, 96, 64, 3, 35.0,
+        deep_share=0.2, deep_micro=4, outputs_only=True,
+    ),
     # For a given model: a head of the frequent tokens, since its vocabulary is large.
     "given": Size({}, 0, 24.0, 512, 0, 0.0, 0, 0.0, 2, 8192, 0, 512, 16, 250, 1e-3, 48, 64, 64, 96, 32, 3),
     "cpu": Size(CPU, 2048, 8.0, 128, 16, 150.0, 0, 2e-3, 1, 0, 0, 128, 8, 60, 1e-3, 32, 64, 32, 80, 16, 2),
@@ -80,8 +91,28 @@ SIZES = {
 }  # fmt: skip
 
 
+def english_and_python(english: Path, folder: Path, max_mb: float) -> str:
+    """A corpus in `folder` of the .txt files of `english` (none of them WikiText's test text) and of as much Python of
+    this machine as there is room for, in the order of a hash, so that every part of it is a mixture."""
+    path = folder / "english_and_python.jsonl"
+    if not path.is_file():
+        paths = [p for p in sorted(english.rglob("*.txt")) if p.name != "test.txt"]
+        texts = [d.text for p in paths for d in documents(str(p))]
+        room = int(max_mb * 1e6) - sum(len(t.encode()) for t in texts)
+        texts += [d.text for d in documents("python", max_bytes=max(1, room))]
+        texts.sort(key=lambda text: hashlib.blake2b(text.encode(), digest_size=8).digest())
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, "".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return str(path)
+
+
 def train_target(
-    size: Size, device: torch.device, dtype: torch.dtype, steps: int | None = None, prepared: Path | None = None
+    size: Size,
+    device: torch.device,
+    dtype: torch.dtype,
+    steps: int | None = None,
+    prepared: Path | None = None,
+    data_of: str = "python",
 ) -> tuple[Decoder, Corpus, str]:
     """A model, its corpus and its name in the results. `steps` None: as many as the seconds allow. `prepared`: a
     tokenised corpus of Python from another machine."""
@@ -89,7 +120,7 @@ def train_target(
         if prepared is not None:
             corpus = open_prepared(prepared)
         else:
-            corpus = tokenize_corpus("python", vocab_size=size.vocab_size, max_bytes=int(size.max_mb * 1e6))
+            corpus = tokenize_corpus(data_of, vocab_size=size.vocab_size, max_bytes=int(size.max_mb * 1e6))
     spec = ModelSpec(
         vocab_size=corpus.tokenizer.vocab_size, max_positions=size.context, eos_id=corpus.tokenizer.eos_id, **size.shape
     )
@@ -98,11 +129,14 @@ def train_target(
     done = 0
     if steps is None and size.begins:
         small = _fresh(replace(spec, num_layers=size.begins), device, dtype)
-        done = train_for(_run(small, size.lr, log), data, size.lr, 2 / 3 * size.seconds)
+        done = train_for(_run(small, size.lr, log), data, size.lr, (1 - size.deep_share) * size.seconds)
         target = expand(small, _fresh(spec, device, dtype))
+        if size.outputs_only:
+            train_inserted_outputs(target, size.begins)
+        data = TokenData(corpus.train, context=size.context, batch=size.batch, micro=size.deep_micro)
         del small
         gc.collect()
-        run, lr, seconds = _run(target, size.lr, log, done), size.lr / 2, size.seconds / 3
+        run, lr, seconds = _run(target, size.lr, log, done), size.lr / 2, size.deep_share * size.seconds
     else:
         target = _fresh(spec, device, dtype)
         run, lr, seconds = _run(target, size.lr, log), size.lr, size.seconds
@@ -121,7 +155,8 @@ def train_target(
         flush=True,
     )
     name = f"Llama shape {spec.num_layers}x{spec.d_model}, {spec.num_params() / 1e6:,.0f}M parameters, trained on "
-    name += f"{num_tokens / 1e6:.1f}M tokens of Python (validation perplexity {found:.0f}, {spec.vocab_size} tokens)"
+    text = "Python" if prepared is not None or data_of == "python" else "English and Python"
+    name += f"{num_tokens / 1e6:.1f}M tokens of {text} (validation perplexity {found:.0f}, {spec.vocab_size} tokens)"
     return target, corpus, name
 
 
@@ -152,6 +187,16 @@ def expand(small: Decoder, large: Decoder) -> Decoder:
             name = f"blocks.{int(index) * every}.{rest_of_name}"
         large.get_parameter(name).copy_(param)
     return large
+
+
+def train_inserted_outputs(model: Decoder, begins: int) -> None:
+    """Only the matrices that `expand` set to 0 get gradients: optimizer state for a quarter of the weights."""
+    every = len(model.blocks) // begins
+    model.requires_grad_(False)
+    for i, block in enumerate(model.blocks):
+        if i % every:
+            for part in (block.attn.o, block.mlp.down):  # type: ignore[union-attr]
+                part.weight.requires_grad_(True)  # type: ignore[union-attr, operator]
 
 
 def train_for(run: Run, data: TokenData, lr: float, seconds: float) -> int:

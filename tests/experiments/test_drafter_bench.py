@@ -23,7 +23,7 @@ from shoestring.serve import Engine, Output
 
 SHAPE = {"d_model": 32, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "d_ff": 64}
 TINY = drafter_target.Size(
-    SHAPE, 300, 0.8, 32, 4, 0.3, 1, 2e-3, 1, 0, 8, 32, 4, 2, 1e-3, 8, 3, 8, 6, 2, 1
+    SHAPE, 300, 0.8, 32, 4, 0.3, 1, 2e-3, 1, 0, 12, 32, 4, 2, 1e-3, 8, 3, 8, 6, 2, 1
 )  # fmt: skip
 
 
@@ -53,7 +53,19 @@ def test_prepared_trained_and_timed_by_three_calls(tmp_path: Path, monkeypatch: 
     call(drafter.main, *size, "--prepare")
     assert not results.newest("drafter") and (tmp_path / "kept/ready.json").is_file()
     monkeypatch.setattr(drafter, "train_target", None)  # it is there
-    call(drafter.main, *size, "--no-speed", "--cases", "AdaSPEC", "LK", "--longer", "LK", "--longer-steps", "3")
+    call(
+        drafter.main,
+        *size,
+        "--no-speed",
+        "--cases",
+        "AdaSPEC",
+        "AdaSPEC, 2.5x batch",
+        "LK",
+        "--longer",
+        "LK",
+        "--longer-steps",
+        "3",
+    )
     lines = results.newest("drafter")
     budgets = {(n["case"], n["config"]["budget"]) for n in lines}
     assert budgets == {
@@ -62,6 +74,8 @@ def test_prepared_trained_and_timed_by_three_calls(tmp_path: Path, monkeypatch: 
         ("LK", "equal steps"),
         ("AdaSPEC", "equal steps"),
         ("AdaSPEC", "equal compute"),
+        ("AdaSPEC, 2.5x batch", "equal steps"),
+        ("AdaSPEC, 2.5x batch", "equal compute"),
         ("LK", "more steps"),
         ("n-gram, then LK", "more steps"),
     }
@@ -71,7 +85,7 @@ def test_prepared_trained_and_timed_by_three_calls(tmp_path: Path, monkeypatch: 
     call(drafter_speed.main, "--repeats", "1", "--batches", "1", "2")
     lines = results.newest("drafter")
     timed = [n for n in lines if n["metric"] == "tokens_per_s" and n["config"]["budget"] != "batches"]
-    assert len(timed) == 7 and all(n["ratio"] > 0 and n["quality"]["sampled_ratio"] > 0 for n in timed)
+    assert len(timed) == 9 and all(n["ratio"] > 0 and n["quality"]["sampled_ratio"] > 0 for n in timed)
     many = [
         (n["config"]["batch"], n["config"]["drafter"], n["config"]["text"]) for n in lines if "batch" in n["config"]
     ]
@@ -90,9 +104,22 @@ def test_prepared_trained_and_timed_by_three_calls(tmp_path: Path, monkeypatch: 
     assert drafter.batches().count(" to ") == 14 + 1  # a row a load, and the header
 
     before = len(results.newest("drafter"))
-    call(drafter_speed.main, "--repeats", "1", "--batches", "1", "--sampled-only", "--temperatures", "0.7")
+    call(
+        drafter_speed.main,
+        "--repeats",
+        "1",
+        "--batches",
+        "1",
+        "--sampled-only",
+        "--temperatures",
+        "0.7",
+        "--rules",
+        "coupled",
+        "block",
+    )
     added = results.newest("drafter")[before:]
-    assert {(n["config"]["batch"], n["config"]["text"]) for n in added} == {(1, "drawn at 0.7")} and len(added) == 3
+    assert {(n["config"]["batch"], n["config"]["text"]) for n in added} == {(1, "drawn at 0.7")}
+    assert [n["config"].get("rule") for n in added] == [None] * 3 + ["block"] * 3
 
 
 def test_who_serves() -> None:
@@ -169,6 +196,23 @@ def test_expanded_blocks_add_nothing_yet() -> None:
     assert torch.allclose(drafter_target.expand(small, large)(tokens), want, atol=1e-6)
     large(tokens).sum().backward()
     assert large.blocks[1].mlp.down.weight.grad.abs().sum() > 0  # type: ignore[union-attr, operator]
+    drafter_target.train_inserted_outputs(large, 2)
+    trained = {name for name, p in large.named_parameters() if p.requires_grad}
+    assert trained == {f"blocks.{i}.{part}.weight" for i in (1, 2, 4, 5) for part in ("attn.o", "mlp.down")}
+
+
+def test_english_and_python_are_mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = drafter_target.documents
+    code = [SimpleNamespace(text=f"def f{i}():\n    return {i}\n") for i in range(40)]
+    monkeypatch.setattr(drafter_target, "documents", lambda s, **kw: code if s == "python" else read(s))
+    (tmp_path / "english/wiki").mkdir(parents=True)
+    for name in ("wiki/valid", "wiki/test", "stories"):
+        texts = [f"{name} {i}: Once there was a fox." for i in range(20)]
+        (tmp_path / f"english/{name}.txt").write_text("<|endoftext|>".join(texts))
+    path = Path(drafter_target.english_and_python(tmp_path / "english", tmp_path / "mixed", 1.0))
+    found = [json.loads(line)["text"] for line in path.read_text().splitlines()]
+    assert len(found) == 80 and not any("test" in text for text in found)
+    assert 5 < sum(text.startswith("def") for text in found[:40]) < 35, "every part is a mixture"
 
 
 def test_a_turn_that_came_too_late_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,7 +283,7 @@ def test_time_is_shared_by_what_is_expected() -> None:
 
 def test_drafters_that_are_not_served_are_measured_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"case": "LK", "drafter": "lk", "config": {"budget": "equal compute"}}]
-    monkeypatch.setattr(drafter_speed, "Kept", lambda *args: SimpleNamespace(rows=rows))
+    monkeypatch.setattr(drafter_speed, "Kept", lambda *args: SimpleNamespace(rows=rows, engine=SimpleNamespace()))
     asked: list[float] = []
     found = drafter_speed.Rates([], [])
 
