@@ -5,9 +5,11 @@
     python -m benchmarks.decode_timeline --quick               times of whole steps only; about 70 s
     python -m benchmarks.decode_timeline --variants            and other plans of the one-kernel step
     python -m benchmarks.decode_timeline --quick --contexts 256 4096 16384
+    python -m benchmarks.decode_timeline --requests 1 4 64     steps of several requests, kernel by kernel
 
-One request with 256 tokens of context (or those asked for), shapes with random weights, the step from the token to
-the logits as a CUDA graph. Two ways:
+One request (or several) with 256 tokens of context (or those asked for), shapes with random weights, the step from the
+token to the logits as a CUDA graph. A replay is queued behind a wait on the device, so that the time in which the host
+launches it does not count. Two ways:
 
     kernel by kernel   the kernels of a layer in the middle, by torch's profiler: when each began and ended. The
                        profiler keeps launches from overlapping as much as they do without it, so the time of a step
@@ -24,6 +26,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import itertools
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -46,6 +50,7 @@ from benchmarks.results import markdown, newest, provenance, record
 from shoestring.errors import as_command
 from shoestring.formats import IntAsym, parse_format
 from shoestring.formats.groups import SCALE_DTYPES
+from shoestring.kernels.attention.paged_attention import splits_for
 from shoestring.kernels.step import row_step
 from shoestring.kernels.step.row_step import PARTS, RowStep, RowStepPlan, StepShape
 from shoestring.model import Decoder, ModelSpec
@@ -73,29 +78,39 @@ VARIANTS = [
     RowStepPlan(early_keys=256),
     RowStepPlan(run=2),
 ]
+WAIT = 1_000_000  # clocks of the device, about 0.6 ms: the launch of a replay is over by then
 WRONG = 0.08  # relative distance of two steps in bf16, with random weights
 
 
 class Step:
-    """A decoding step of one request at a fixed position."""
+    """A decoding step of requests at a fixed position."""
 
-    def __init__(self, model: Decoder, context: int, device: str = "cuda") -> None:
-        spec, self.model = model.spec, model
+    def __init__(self, model: Decoder, context: int, requests: int = 1, device: str = "cuda") -> None:
+        spec, self.model, self.context = model.spec, model, context
         self.fused = FusedDecoder(self.model)
         pages = context // PAGE + 1
-        self.cache = KVCache(plan_decoder(spec), BlockPool(pages, PAGE))
+        self.cache = KVCache(plan_decoder(spec), BlockPool(requests * pages, PAGE))
         self.cache.reserve(spec.num_kv_heads, spec.head_dim, torch.bfloat16, self.fused.device)
         for layer in range(spec.num_layers):
             for stored in self.cache.stored(layer):
                 stored.normal_()
-        table = torch.arange(pages, dtype=torch.int32, device=device)[None]
-        tile = torch.tensor([[0, 0, context, 1]], dtype=torch.int32, device=device)
-        at = torch.tensor([context], device=device)
-        self.rows = RowPlacement(at, at, table, (AttentionTiles(tile, 1, 32),))
-        self.token = torch.tensor([5], device=device)
+        tables = torch.arange(requests * pages, dtype=torch.int32, device=device).view(requests, pages)
+        tiles = torch.tensor([[n, n, context, 1] for n in range(requests)], dtype=torch.int32, device=device)
+        at = torch.tensor([context] * requests, device=device)
+        slots = at + torch.arange(requests, device=device) * pages * PAGE
+        splits = splits_for(requests, spec.num_kv_heads)
+        self.rows = RowPlacement(at, slots, tables, (AttentionTiles(tiles, 1, splits),))
+        self.token = torch.full((requests,), 5, device=device)
 
-    def kernels(self) -> Tensor:
-        return self.fused.logits(self.fused.hidden(self.token, self.rows, self.cache, None, self.token))
+    @property
+    def long(self) -> bool:
+        """Whether the engine takes this context for a long one."""
+        return len(self.token) == 1 and self.context + 1 > self.fused.short_context
+
+    def kernels(self, long: bool | None = None) -> Tensor:
+        """`long`: attention in three kernels behind packed products; by default as the engine chooses."""
+        long = self.long if long is None else long
+        return self.fused.logits(self.fused.hidden(self.token, self.rows, self.cache, None, self.token, long))
 
     def one_kernel(self, plan: RowStepPlan | None = None, stamps: bool = False) -> RowStep | None:
         with one_kernel_steps("1"):
@@ -123,11 +138,13 @@ def captured(work: Callable[[], object]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def microseconds(graph: torch.cuda.CUDAGraph, repeats: int = 30) -> list[float]:
+def microseconds(graph: torch.cuda.CUDAGraph, repeats: int = 30, wait: int = WAIT) -> list[float]:
     """Of single replays, one after the other."""
     samples = []
     for _ in range(repeats + 3):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        # The launch of a graph of 200 kernels takes the host 100 us and more. It would count if the device waited.
+        torch.cuda._sleep(wait)
         begin.record()
         graph.replay()
         end.record()
@@ -209,25 +226,28 @@ def plan_of(shape: StepShape) -> RowStepPlan:
     return row_step.PLANS.find(row_step.plan_key(shape), torch.cuda.get_device_name()) or RowStepPlan()
 
 
-def run_case(name: str, contexts: Sequence[int], bandwidth: float, variants: bool, quick: bool) -> None:
+def run_case(
+    name: str, contexts: Sequence[int], requests: Sequence[int], bandwidth: float, variants: bool, quick: bool
+) -> None:
     _, spec, blocks, head = CASES[name]
     model = build(dataclasses.replace(spec, max_positions=max(spec.max_positions, *contexts) + PAGE), blocks, head)
-    for context in contexts:
-        with attempt(f"{name} with {context} tokens"):
-            run_step(name, Step(model, context), context, bandwidth, variants, quick)
+    for context, num in itertools.product(contexts, requests):
+        with attempt(f"{name} with {num} requests of {context} tokens"):
+            run_step(name, Step(model, context, num), bandwidth, variants, quick)
 
 
-def run_step(name: str, step: Step, context: int, bandwidth: float, variants: bool, quick: bool) -> None:
+def run_step(name: str, step: Step, bandwidth: float, variants: bool, quick: bool) -> None:
     label, spec, blocks, head = CASES[name]
-    num_bytes = step_bytes(step.model, 1, context)
+    context, requests = step.context, len(step.token)
+    num_bytes = step_bytes(step.model, requests, context)
     least = num_bytes / bandwidth * 1e6
-    config = {"model": label, "batch": 1, "context": context, "blocks": blocks, "head": head}
+    config = {"model": label, "batch": requests, "context": context, "blocks": blocks, "head": head}
 
     def note(case: str, samples: list[float], **quality: Any) -> None:
         median = statistics.median(samples)
         print(
-            f"{label}, {blocks}, {context} tokens, {case}: {median:,.1f} us, {least / median:.0%} of the bound "
-            f"{least:,.1f}",
+            f"{label}, {blocks}, {requests} x {context} tokens, {case}: {median:,.1f} us, {least / median:.0%} of the "
+            f"bound {least:,.1f}",
             flush=True,
         )
         record(
@@ -245,6 +265,14 @@ def run_step(name: str, step: Step, context: int, bandwidth: float, variants: bo
     note("kernel by kernel", samples, **seen)
     for kernel, begin, end in seen.get("layer", ()):
         print(f"    {begin:8.2f} {end:8.2f} us  {kernel}", flush=True)
+    if requests > 1:
+        return
+    if step.fused.short_context < math.inf:
+        other = functools.partial(step.kernels, not step.long)
+        note(f"attention in {'one kernel' if step.long else 'three kernels'}", microseconds(captured(other)))
+        distance = ((other() - step.kernels()).norm() / step.kernels().norm()).item()
+        print(f"    distance {distance:.2e} from the line above", flush=True)
+        assert distance <= WRONG, "the two ways of attention differ"
     whole = step.one_kernel()
     if whole is None:
         return
@@ -280,7 +308,7 @@ def run_step(name: str, step: Step, context: int, bandwidth: float, variants: bo
 
 def table() -> str:
     """One row a model and its weights: a step kernel by kernel, in one kernel, and what its bytes need."""
-    lines = [n for n in newest(BENCH) if n["config"]["context"] == CONTEXT]
+    lines = [n for n in newest(BENCH) if n["config"]["context"] == CONTEXT and n["config"]["batch"] == 1]
     found = {(n["config"]["model"], n["config"]["blocks"], n["case"]): n for n in lines}
     rows = []
     for label, _, blocks, _ in CASES.values():
@@ -307,17 +335,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES))
     parser.add_argument("--contexts", nargs="*", type=int, default=[CONTEXT], help="tokens before the step's")
+    parser.add_argument("--requests", nargs="*", type=int, default=[1], help="that are decoded together")
     parser.add_argument("--variants", action="store_true", help="time other plans of the one-kernel step as well")
     parser.add_argument("--quick", action="store_true", help="neither kernels nor parts of a layer; nothing to draw")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this bench needs a CUDA GPU")
-    compile_all(args.cases, not args.quick)
+    if 1 in args.requests:
+        compile_all(args.cases, not args.quick)
     bandwidth = copy_bandwidth()
     print(f"copy: {bandwidth / 1e12:.2f} TB/s", flush=True)
     for name in args.cases:
         with attempt(name), torch.no_grad():
-            run_case(name, args.contexts, bandwidth, args.variants, args.quick)
+            run_case(name, args.contexts, args.requests, bandwidth, args.variants, args.quick)
 
 
 if __name__ == "__main__":

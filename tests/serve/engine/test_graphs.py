@@ -7,17 +7,21 @@ import random
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from naive_decoding import LookupDrafter, naive
+from torch import Tensor
 
 from shoestring.formats import convert, pack, parse_format
+from shoestring.kernels.attention.decode_attention import decode_attention_ref_
+from shoestring.kernels.attention.paged_attention import paged_attention
 from shoestring.kernels.sampling.sample_tokens import sample_tokens_ref_
 from shoestring.model import Decoder
 from shoestring.model.skip import SkipSet, StandIn, Sublayer
 from shoestring.serve import DraftModel, Engine, Sampling
-from shoestring.serve.engine import graphs
+from shoestring.serve.engine import fused_decoder, graphs
 from shoestring.serve.engine.block_pool import BlockPool, RowSpan
 from shoestring.serve.engine.engine import Request
 from shoestring.serve.engine.fused_decoder import FusedDecoder, to_device, unusable
@@ -67,22 +71,75 @@ def test_the_fused_forward_is_the_models(shape: str) -> None:
         done = [d + n for d, n in zip(done, nums, strict=True)]
 
 
-def test_a_long_context_has_a_graph_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beyond the context up to which attention is faster as one kernel, a step of one row is another program."""
-    model, seen = tiny_decoder(), []
-    tokens = torch.randint(0, 29, (1, 12), generator=torch.Generator().manual_seed(0))
-    want = model(tokens)[0]
-    runner = Runner(model, BlockPool(8, 4), graphs=True)
-    assert runner.ready() and runner._graphs is not None
-    runner._graphs.fused.short_context = 10
-    step = FusedDecoder.row_logits
-    monkeypatch.setattr(FusedDecoder, "row_logits", lambda *args: seen.append(args[-1]) or step(*args))
-    got = [runner.forward(Batch([RowSpan([0, 1, 2], n, 1)], [int(tokens[0, n])], [0])) for n in range(12)]
-    torch.testing.assert_close(torch.cat(got), want, rtol=1e-4, atol=1e-4)
-    assert seen == [False] * 10 + [True] * 2
+def packed_decoder(format: str) -> Decoder:
+    model = tiny_decoder().float()
+    model.compute_dtype = torch.float32
+    convert(model, [("blocks.*", parse_format(format))])
+    pack(model)
+    return model
+
+
+def attention_ways(monkeypatch: pytest.MonkeyPatch, short_context: int) -> list[str]:
+    """How each attention of single rows is computed from now on: by the definition of the one kernel, which does not
+    run here, or by the three."""
+    ways: list[str] = []
+
+    def one(*args: Any, **options: Any) -> Tensor:
+        ways.append("one")
+        return decode_attention_ref_(*args, **options)
+
+    def three(*args: Any, **options: Any) -> Tensor:
+        if options["rows_per_tile"] == 1:
+            ways.append("three")
+        return paged_attention(*args, **options)
+
+    monkeypatch.setattr(fused_decoder, "SHORT_CONTEXT", short_context)
+    monkeypatch.setattr(fused_decoder, "decode_attention_usable", lambda *sizes: True)
+    monkeypatch.setattr(fused_decoder, "decode_attention_", one)
+    monkeypatch.setattr(fused_decoder, "paged_attention", three)
+    return ways
+
+
+@pytest.mark.parametrize("skip", [None, SkipSet([Sublayer(1, "attn")])])
+def test_a_long_context_has_a_graph_of_its_own(skip: SkipSet | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind packed products a step of one row attends in one kernel, beyond a context in three: another program. With
+    a skip set, too, where other steps are one kernel. The two ways share the KV cache, and each is compared."""
+    model = packed_decoder("int4:g8")
+    tokens = torch.randint(0, 29, (12,), generator=torch.Generator().manual_seed(0)).tolist()
+    ways = attention_ways(monkeypatch, 10)
+    logits = []
+    for graphs_on in (False, True):
+        runner = Runner(model, BlockPool(8, 4), graphs=graphs_on)
+        steps = [Batch([RowSpan([5, 1, 2], n, 1)], [token], [0]) for n, token in enumerate(tokens)]
+        logits.append(torch.cat([runner.forward(step, skip) for step in steps]))
+    torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-4)
+    num_layers = 2 if skip is None else 1
+    assert ways == ["one"] * 10 * num_layers + ["three"] * 2 * num_layers
+    assert runner._graphs is not None
     before = runner._graphs.num_graphs
-    runner._graphs.capture_decode(1, 1, "logits")
+    runner._graphs.capture_decode(1, 1, "logits", skip)
     assert runner._graphs.num_graphs == before
+    in_one_kernel = property(lambda self: True)
+    monkeypatch.setattr(FusedDecoder, "in_one_kernel", in_one_kernel)
+    assert runner._graphs._long_differs(1, skip) == (skip is not None)
+
+
+def test_a_chain_of_drafts_with_a_long_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The passes after the first have one row: one kernel for attention, then three, and the same text."""
+    target, drafter = tiny_decoder(), packed_decoder("int4:g8")
+    sampling = Sampling(max_tokens=24, ignore_eos=True)
+    plain = Engine(target, graphs=False)
+    want = plain.generate([[1, 2, 3]], sampling)[0].token_ids
+    ways = attention_ways(monkeypatch, 16)
+    accepted = []
+    for graphs_on in (False, True):
+        engine = Engine(target, drafter=DraftModel(drafter, graphs=graphs_on), num_drafts=3, graphs=False)
+        assert engine.generate([[1, 2, 3]], sampling)[0].token_ids == want
+        accepted.append(engine.stats.num_accepted)
+    assert accepted[0] == accepted[1] > 4
+    num_short = ways.index("three")
+    assert num_short >= 8 and ways == ["one"] * num_short + ["three"] * (len(ways) - num_short)
+    assert len(ways) - num_short >= 8
 
 
 def test_layers_side_by_side_hold_nothing_twice() -> None:
@@ -99,10 +156,7 @@ def test_layers_side_by_side_hold_nothing_twice() -> None:
 
 @pytest.mark.parametrize("format", ["int4:g8", "nf4:g8"])
 def test_packed_layers_are_stacked_part_by_part(format: str) -> None:
-    model = tiny_decoder().float()
-    model.compute_dtype = torch.float32
-    convert(model, [("blocks.*", parse_format(format))])
-    pack(model)
+    model = packed_decoder(format)
     attn = model.blocks[0].attn
     x = torch.randn(3, 16)
     want = torch.cat([attn.q(x), attn.k(x), attn.v(x)], dim=-1)

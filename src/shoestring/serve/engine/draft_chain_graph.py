@@ -10,8 +10,10 @@ Shapes: N requests, Q rows each in the first pass, R = N Q, G drafts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
+from itertools import product
 
 import numpy as np
 import torch
@@ -49,8 +51,11 @@ def launch_chain(
     """num_drafts tokens after each span, whose blocks hold all but the last of them."""
     num, each = chain_size(spans)
     kind, id = sampling_kind(samplings), "" if skip is None else skip.id
+    long = num == 1 and spans[0].stop + num_drafts - 1 > graphs.fused.short_context
     graph: DraftChainGraph = graphs.graph(
-        (num, each, kind, id, num_drafts), spans, lambda: DraftChainGraph(graphs, num, each, kind, skip, num_drafts)
+        (num, each, kind, id, num_drafts, long),
+        spans,
+        lambda: DraftChainGraph(graphs, num, each, kind, skip, num_drafts, long),
     )
     graph.fill(spans, tokens, samplings)
     graph.fill_later(spans)
@@ -75,11 +80,11 @@ def holds_chain(spans: Sequence[RowSpan]) -> bool:
 
 def warm_up_chains(graphs: GraphCache, num: int, kind: SamplingKind, lengths: Sequence[int]) -> None:
     """Make the chains of so many requests."""
-    for each in CHAIN_ROWS:
-        for length in lengths:
-            if num * each <= MAX_ROWS:
-                key = (num, each, kind, "", length)
-                graphs.find(key, num, partial(DraftChainGraph, graphs, num, each, kind, None, length))
+    ways = (False, True) if num == 1 and graphs.fused.short_context < math.inf else (False,)
+    for each, length, long in product(CHAIN_ROWS, lengths, ways):
+        if num * each <= MAX_ROWS:
+            key = (num, each, kind, "", length, long)
+            graphs.find(key, num, partial(DraftChainGraph, graphs, num, each, kind, None, length, long))
 
 
 class DraftChainGraph(DecodeGraph):
@@ -93,7 +98,9 @@ class DraftChainGraph(DecodeGraph):
         kind: SamplingKind,
         skip: SkipSet | None,
         num_drafts: int,
+        long: bool = False,
     ) -> None:
+        """`long`: the last pass has a context beyond FusedDecoder.short_context."""
         device, self.num_drafts, self._num_later = owner.fused.device, num_drafts, num_drafts - 1
         self.chosen_NG = torch.zeros(num_requests, num_drafts, dtype=torch.int64, device=device)
         self._chosen_GN = torch.zeros(num_drafts, num_requests, dtype=torch.int64, device=device)
@@ -102,7 +109,7 @@ class DraftChainGraph(DecodeGraph):
         self._later = torch.zeros(num_requests * (1 + 6 * self._num_later), dtype=torch.int64, device=device)
         passes = self._later[num_requests:].view(6, self._num_later, num_requests)
         passes[1], passes[2] = -1, owner.padding
-        super().__init__(owner, num_requests, rows_each, kind, skip)
+        super().__init__(owner, num_requests, rows_each, kind, skip, long)
 
     def _program(self) -> None:
         super()._program()
@@ -119,7 +126,7 @@ class DraftChainGraph(DecodeGraph):
         for i in range(later):
             tiles = AttentionTiles(tiles_LN4[i], 1, self.num_splits)
             rows = RowPlacement(position_LN[i], slot_LN[i], tables_NW, (tiles,))
-            hidden_ND = owner.fused.hidden(self._chosen_GN[i], rows, owner.cache, self.skip)
+            hidden_ND = owner.fused.hidden(self._chosen_GN[i], rows, owner.cache, self.skip, None, self.long)
             logits_NV = owner.map_logits(owner.fused.logits(hidden_ND))
             if self.kind == "greedy":
                 argmax_token_(logits_NV, self._chosen_GN[i + 1], self.nonfinite)

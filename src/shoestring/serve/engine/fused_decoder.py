@@ -269,7 +269,7 @@ class FusedDecoder:
         self.head = self._head(model)
         # The step of one row as one kernel, for the KV cache of this number of moves; None: it does not run here.
         self._row_step: tuple[KVCache, int, RowStep | None] | None = None
-        # Tokens of context up to which the attention of a single request is one kernel, behind packed products.
+        # Tokens of context up to which the attention of a single row is one kernel, behind packed products.
         packed = any(layer.qkv.weight is None for layer in self.layers)
         self.short_context: float = SHORT_CONTEXT if packed else math.inf
 
@@ -334,7 +334,7 @@ class FusedDecoder:
         long: bool = False,
     ) -> Tensor:
         """The residual stream after the last block, [T, D], before the last norm. Writes keys and values. A token of -1
-        is replaced by that of `last_T`. `long`: a single request with more than `short_context` tokens."""
+        is replaced by that of `last_T`. `long`: a single row with more than `short_context` tokens before it."""
         x_TD = self.embed.rows(tokens_T, last_T, self.dtype)
         if self.embed_scale is not None:
             x_TD = x_TD * self.embed_scale
@@ -388,6 +388,11 @@ class FusedDecoder:
         out = step(self.embed.rows(tokens_T, last_T, self.dtype), rows.tables_LW, rows.tiles[0].tiles_L4)
         return out if step.shape.vocab else self.logits(out)
 
+    @property
+    def in_one_kernel(self) -> bool:
+        """Whether a step of one row without a skip set is one kernel, with its own attention; the first one tells."""
+        return self._row_step is not None and self._row_step[2] is not None
+
     def _one_kernel(self, cache: KVCache) -> RowStep | None:
         if self._row_step is None or self._row_step[:2] != (cache, cache.num_moves):
             self._row_step = cache, cache.num_moves, self._make_row_step(cache)
@@ -421,7 +426,6 @@ class FusedDecoder:
         plan = None if layouts else choose_plan(layers, head, layout)  # one layout for all
         if plan is None:
             return None
-        self.short_context = math.inf  # it has its own attention
         first = self.layers[0]
         eps = first.norms["attn_norm"].eps, first.head_norm[2], self.norm.eps
         return RowStep(layers, head, *eps, layout=layout, plan=plan)

@@ -170,7 +170,7 @@ class GraphCache:
     ) -> DecodeGraph:
         num, each = self.padded(spans)
         kind, id = sampling_kind(samplings), "" if skip is None else skip.id
-        long = num * each == 1 and spans[0].stop > self.fused.short_context
+        long = self._long_differs(num * each, skip) and spans[0].stop > self.fused.short_context
         graph = self.graph((num, each, kind, id, long), spans, lambda: DecodeGraph(self, num, each, kind, skip, long))
         ids: Sequence[int] | None
         if isinstance(tokens, Tensor):
@@ -184,6 +184,11 @@ class GraphCache:
         graph.replay()
         return graph
 
+    def _long_differs(self, num_rows: int, skip: SkipSet | None) -> bool:
+        """Whether a step is another program beyond the short context."""
+        one_kernel = skip is None and self.fused.in_one_kernel
+        return num_rows == 1 and self.fused.short_context < math.inf and not one_kernel
+
     def padded(self, spans: Sequence[RowSpan]) -> tuple[int, int]:
         """Requests and rows each of the graph that holds these rows."""
         each = padded_size(max(s.num for s in spans), ROWS_EACH)
@@ -192,7 +197,7 @@ class GraphCache:
     def capture_decode(self, num: int, each: int, kind: SamplingKind, skip: SkipSet | None = None) -> None:
         """Make the graph of such a step now, unless it exists."""
         for long in (False, True):  # the first tells whether the second differs
-            if not long or (num * each == 1 and self.fused.short_context < math.inf):
+            if not long or self._long_differs(num * each, skip):
                 key = (num, each, kind, "" if skip is None else skip.id, long)
                 self.find(key, num, functools.partial(DecodeGraph, self, num, each, kind, skip, long))
 
