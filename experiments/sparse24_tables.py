@@ -24,7 +24,12 @@ SHORT_NAMES = {
     "half-width": "dense, half the FFN width", "FST": "FST (MVUE)", "FST exact": "FST, exact gradient",
     "S-STE": "S-STE (MVUE)", "S-STE exact": "S-STE, exact gradient", "SR-STE": "SR-STE (MVUE)",
     "SR-STE exact": "SR-STE, exact gradient", "FP8": "dense, FP8 feed-forward",
+    "FST 1x4 exact": "FST, exact gradient, 1x4 masks", "FST FP8 gradient": "FST, FP8 weight gradient",
+    "S-STE FP8": "S-STE (MVUE) in FP8",
 }  # fmt: skip
+WHOLE, HALF = 700, 350  # steps of the short runs
+RATES = (3e-4, 6e-4, 1.2e-3)
+SWEPT = ("dense", "FST exact", "SR-STE exact", "S-STE exact")
 NOTHING = "No row has been finished yet."
 SPARSE = ("SR-STE", "SR-STE exact", "S-STE", "S-STE exact", "S-STE FP8")  # delivered as 2:4; the others are dense
 
@@ -40,25 +45,46 @@ def stable_table() -> str:
 
 
 def short() -> str:
-    """Loss and speed side by side: the loss at GPT-2's shape with a rate that stays, and whole steps at two widths."""
-    lines = lines_of(GPT2, repeats=False, schedule=WSD)
-    dense = {n["config"]["seed"]: n for n in lines if n["case"] == "dense"}
+    """Loss and speed side by side: the loss at GPT-2's shape with a rate that stays, and whole steps at two widths. The
+    distance of rows without a long run is that of the short one, which the cell says."""
+    lines, brief = lines_of(GPT2, repeats=False, schedule=WSD), lines_of(SHORT, schedule=WSD, steps=WHOLE)
     steps = [n for n in newest("train_sparse24") if n["config"]["what"] == "step"]
     speed = {
         (n["case"].replace(", exact weight gradient", " exact"), n["config"]["d_model"]): n["ratio"] for n in steps
     }
-    rows = []
+    rows, shown = [], list(lines)
     for case in ("dense", "half-width", "FST", "FST exact", "S-STE", "S-STE exact", "SR-STE", "SR-STE exact", "FP8"):
         runs = [n for n in lines if n["case"] == case]
-        pairs = [(n, dense[n["config"]["seed"]]) for n in runs if n["config"]["seed"] in dense]
-        loss = f"{statistics.mean(n['value'] for n in runs):.4f}" if runs else "not measured"
-        gap = gap_of(pairs).split(" ")[0] if pairs and case != "dense" else ""
+        loss = f"{statistics.mean(n['value'] for n in runs):.4f}" if runs else ""
+        measured = runs or [n for n in brief if n["case"] == case]
+        pairs = pairs_of(measured, lines if runs else brief)
+        gap = gap_over_seeds(pairs) if pairs and case != "dense" else ""
+        if gap and not runs:
+            gap += f" at {measured[0]['config']['tokens'] / 1e6:.0f}M tokens"
+            shown += [n for pair in pairs for n in pair]
         timed = [speed.get((case, width)) for width in (2048, 4096)]
         cells = ["1.00x" if case == "dense" else f"{ratio:.2f}x" if ratio else "" for ratio in timed]
-        ends = {"FP8": "dense"}.get(case, "2:4" if case in SPARSE else "dense")
-        rows.append([SHORT_NAMES.get(case, case), ends, loss, gap, str(len(runs)) if runs else "", *cells])
+        ends = "2:4" if case in SPARSE else "dense"
+        rows.append([SHORT_NAMES.get(case, case), ends, loss, gap, str(len(measured) or ""), *cells])
     header = ["", "delivers", "validation loss", "against dense", "seeds", "step at width 2,048", "at 4,096"]
-    return markdown(header, rows) + provenance([*lines, *steps])
+    return markdown(header, rows) + provenance([*shown, *steps])
+
+
+def pairs_of(runs: list[dict[str, Any]], lines: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Each run with the dense line of its seed and schedule, where there is one."""
+
+    def key(line: dict[str, Any]) -> tuple[int, float | None]:
+        return line["config"]["seed"], line["config"].get("finish")
+
+    dense = {key(n): n for n in lines if n["case"] == "dense" or n["case"].startswith("dense, finish")}
+    return [(n, dense[key(n)]) for n in runs if key(n) in dense]
+
+
+def gap_over_seeds(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> str:
+    """Mean distance from dense rows of the same seed, and its range over seeds."""
+    gaps = [100 * (a["value"] / b["value"] - 1) for a, b in pairs]
+    spread = f" ({min(gaps):+.2f} to {max(gaps):+.2f})" if len(gaps) > 1 else ""
+    return f"{statistics.mean(gaps):+.2f}%{spread}"
 
 
 def repeated_table() -> str:
@@ -68,16 +94,72 @@ def repeated_table() -> str:
 
 def short_run_table() -> str:
     """Rows of GPT-2's shape on a quarter of the tokens: what is worth a long run."""
-    return table_of(lines_of(SHORT, schedule=WSD))
+    return table_of(lines_of(SHORT, schedule=WSD, steps=WHOLE))
+
+
+def half_run_table() -> str:
+    """Rows on an eighth of the tokens, at the usual rate."""
+    return table_of([n for n in lines_of(SHORT, schedule=WSD, steps=HALF) if ", rate " not in n["case"]])
+
+
+def rate_table() -> str:
+    """Validation losses by learning rate; methods are compared at the best rate of each."""
+    lines = lines_of(SHORT, schedule=WSD, steps=HALF)
+    found = {(n["case"].split(", rate ")[0], n["config"]["lr"]): n for n in lines if n["config"]["seed"] == 0}
+    best: dict[str, float] = {}
+    rows = []
+    for case in SWEPT:
+        losses = [found[case, lr]["value"] if (case, lr) in found else None for lr in RATES]
+        known = [loss for loss in losses if loss is not None]
+        if not known:
+            continue
+        best[case] = min(known)
+        against = f"{100 * (best[case] / best['dense'] - 1):+.2f}%" if "dense" in best and case != "dense" else ""
+        cells = ["" if x is None else f"**{x:.4f}**" if x == best[case] else f"{x:.4f}" for x in losses]
+        rows.append([SHORT_NAMES.get(case, case), *cells, against])
+    if not rows:
+        return NOTHING
+    header = ["validation loss at rate", *(f"{lr:g}" for lr in RATES), "best against dense's best"]
+    shown = [n for (case, _), n in found.items() if case in SWEPT]
+    return markdown(header, rows) + provenance(shown)
+
+
+def wall_clock() -> str:
+    """Variants of one width that trained for the same seconds; a ratio above 1 is better than dense."""
+    lines = [n for n in newest(WALL_CLOCK) if n["config"]["d_model"] == 2048]
+    if not lines:
+        return NOTHING
+
+    def settings(line: dict[str, Any]) -> dict[str, Any]:
+        return {k: v for k, v in line["config"].items() if k not in ("d_ff", "seed")}
+
+    lines = [n for n in lines if settings(n) == settings(lines[-1])]
+    rows = []
+    for case in ("dense", "FP8", "FST", "FST exact", "half-width"):
+        runs = [n for n in lines if n["case"] == case]
+        if not runs:
+            continue
+        pairs = pairs_of(runs, lines)
+        tokens = [n["quality"]["tokens"] for n in runs]
+        more = [a["quality"]["tokens"] / b["quality"]["tokens"] for a, b in pairs]
+        rows.append([
+            SHORT_NAMES.get(case, case), f"{statistics.mean(n['value'] for n in runs):.4f}",
+            gap_of(pairs) if pairs and case != "dense" else "", f"{statistics.mean(tokens) / 1e6:.1f}M",
+            f"{statistics.mean(more):.2f}x" if more else "", str(len(runs)),
+        ])  # fmt: skip
+    header = ["", "validation loss", "against dense", "tokens seen", "tokens against dense", "seeds"]
+    return markdown(header, rows) + provenance(lines)
 
 
 def smoke_table() -> str:
     return table_of(lines_of("cpu"))
 
 
-def lines_of(model: str, *, repeats: bool | None = None, schedule: str = COSINE) -> list[dict[str, Any]]:
+def lines_of(
+    model: str, *, repeats: bool | None = None, schedule: str = COSINE, steps: int | None = None
+) -> list[dict[str, Any]]:
     """Lines of a schedule with the settings and the corpus of the newest one; `repeats`: whether their text was read
-    more than once."""
+    more than once; `steps`: only lines of so many."""
 
     def settings(line: dict[str, Any]) -> dict[str, Any]:
         return {k: v for k, v in line["config"].items() if k not in ("seed", "d_ff", "decay", "finish", "dense", "lr")}
@@ -89,6 +171,7 @@ def lines_of(model: str, *, repeats: bool | None = None, schedule: str = COSINE)
     lines = [n for n in newest(BENCH) if n["config"]["model"] == model]
     lines = [n for n in lines if n["config"].get("schedule", COSINE) == schedule]
     lines = [n for n in lines if repeats is None or read_again(n["config"]) == repeats]
+    lines = [n for n in lines if steps is None or n["config"]["steps"] == steps]
     return [n for n in lines if settings(n) == settings(lines[-1])]
 
 
@@ -98,15 +181,14 @@ def table_of(lines: list[dict[str, Any]]) -> str:
         return NOTHING
     cases = dict.fromkeys((*CASES, *(n["case"] for n in lines)))  # of some, older code made the rows
     found = {case: [n for n in lines if n["case"] == case] for case in cases}
-    dense = {n["config"]["seed"]: n for n in found["dense"]}
     rows = []
     for case, runs in found.items():
         if not runs:
             continue
         losses = [n["value"] for n in runs]
-        pairs = [(n, dense[n["config"]["seed"]]) for n in runs if n["config"]["seed"] in dense]
+        pairs = pairs_of(runs, lines)
         spread = f" ({min(losses):.4f} to {max(losses):.4f})" if len(losses) > 1 else ""
-        against = gap_of(pairs) if pairs and case != "dense" else ""
+        against = gap_of(pairs) if pairs and case.split(",")[0] != "dense" else ""
         kinds = (("flip_rate_peak", 4), ("flip_rate_at_5/6", 5))
         flips = [_mean([n["quality"][key] for n in runs], digits) for key, digits in kinds]
         ends = [n["quality"]["train_loss_curve"][-1][1] for n in runs if "train_loss_curve" in n["quality"]]
