@@ -38,7 +38,7 @@ from shoestring.shrink.qat import FallingRates, Rates, clip_weights, learned_rul
 from shoestring.shrink.quantize import HEADS, METHODS, quantize, usual_inputs
 from shoestring.shrink.self_text import own_windows
 from shoestring.train.batched_formats import BatchedFormats
-from shoestring.train.cakld import CachedCakld, Cakld
+from shoestring.train.cakld import CachedCakld, Cakld, teacher_confidence
 from shoestring.train.cuda_graph import GraphedForwardBackward
 from shoestring.train.data import TokenData
 from shoestring.train.optim import adamw, constant
@@ -49,6 +49,7 @@ from shoestring.train.trainer import train
 
 LEARNING_RATES = {2: 5e-4, 3: 2e-4, 4: 1e-4}  # BitDistiller's, by bits
 PASS_ROWS = 32  # rows of a micro-batch at most: BitDistiller's batches of 128 would fill a shared GPU
+CONFIDENCE_STEPS = 32  # all of a text of 500k tokens
 CHECKS = 8  # evaluations of a training that keeps its best state
 
 
@@ -151,6 +152,7 @@ class Subject:
     mixes: dict[tuple[str, str], MixedBits] = field(default_factory=dict)  # by Format and other candidates
     clipped: dict[tuple[str, str, str], dict[str, Tensor]] = field(default_factory=dict)  # weights, by search too
     ends: float | None = None  # of time.perf_counter: ours is trained until then at most
+    gamma: float | None = None  # of `confidence`
     known: dict[str, list[int]] = field(default_factory=dict)  # texts of the tasks in tokens
     written: Tensor | None = None  # windows that the full model wrote, as many as those of `calibration`
 
@@ -187,6 +189,12 @@ class Subject:
             self.written = own_windows(self.fresh(), self.tokenizer, num, context)
         return self.written
 
+    def confidence(self) -> float:
+        """CAKLD's gamma, on up to CONFIDENCE_STEPS batches of the text."""
+        if self.gamma is None:
+            self.gamma = teacher_confidence(self.fresh().eval(), one_epoch(self.data(0), CONFIDENCE_STEPS))
+        return self.gamma
+
     def cache(self) -> TeacherCache:
         """Of every window, so that it serves every seed. The model is the full one afterwards."""
         data = self.data(0)
@@ -219,7 +227,7 @@ def after_training(subject: Subject, label: str, name: str) -> Decoder:
 
 def bitdistiller(subject: Subject, label: str, setting: Published, *, seed: int = 0) -> Decoder:
     """Clip, then QAT with CAKLD against the live model."""
-    gamma = subject.cache().confidence
+    gamma = subject.confidence()
     teacher = copy.deepcopy(subject.fresh()).to(subject.model.compute_dtype)
     data, model = subject.data(seed, setting.batch), subject.fresh()
     start_clipped(subject, label, Clip(search=setting.clip), setting.mix)
@@ -322,7 +330,7 @@ def ours(subject: Subject, label: str, setting: Ours, *, seed: int = 0) -> tuple
 def teacher_loss(subject: Subject, setting: Ours) -> Cakld | CachedCakld:
     if not setting.live:
         return CachedCakld(subject.cache(), setting.gamma)
-    gamma = subject.cache().confidence if setting.gamma is None else setting.gamma
+    gamma = subject.confidence() if setting.gamma is None else setting.gamma
     return Cakld(copy.deepcopy(subject.fresh()).to(subject.model.compute_dtype), gamma)
 
 
