@@ -67,6 +67,6 @@ def test_a_lost_process_is_said_with_the_command_to_go_on(tmp_path: Path, monkey
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     again = f"torchrun --nnodes 2 --nproc-per-node 4 -m shoestring run train/dense resume={tmp_path}"
-    assert line().endswith(f"go on with `{again}`") and "(Connection reset by peer)" in line()
+    assert line().endswith(f"continue with `{again}`") and "(Connection reset by peer)" in line()
     with pytest.raises(RuntimeError, match="a defect"), lost_peer_as_user_error("train/dense", Config()):
         raise RuntimeError("a defect")

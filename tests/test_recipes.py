@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -171,6 +172,7 @@ def test_ctrl_c_saves_and_resuming_gives_the_same_weights(
     assert (cut / "checkpoints" / f"step-{stopped:08d}").is_dir() and not (cut / "model").exists()
     assert "without a finished model" in cli("generate", cut, "the", fails=True)
     assert f"{stopped}" in cli("inspect", cut / "checkpoints" / f"step-{stopped:08d}")
+    assert f"{stopped}  disk" in re.sub(" +", "  ", cli("ckpt", "ls", cut))
 
     cli("run", "train/dense", f"resume={cut}")
     uninterrupted, resumed = weights(whole / "model"), weights(cut / "model")
@@ -201,6 +203,8 @@ def test_a_resumed_run_does_not_go_back(cli: Callable[..., str], corpus: Path, t
     assert f"steps=3 is less than the 4 that {run} has done: give 4 or more" in said
     assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == before
     cli("run", "train/dense", f"resume={run}", "steps=4")  # nothing is left to do, and that is fine
+    cli("run", "train/dense", f"resume={run}", "steps=5")
+    assert [row["model"] for row in read_jsonl(run / "evals.jsonl")] == ["run, step 4", "run, step 5"]
 
 
 def test_heads_of_a_size_follow_what_is_given() -> None:
@@ -280,6 +284,8 @@ def test_the_demo_in_miniature(
     ]
     methods = ["rtn", "gptq+clip", "blockwise", "sparsegpt", "sparsegpt, gptq"]
     assert [r["model"] for r in rows[3:]] == [f"small, {method}" for method in methods]
+    # A pruned run is measured on the run's own validation text, where the command names no other.
+    assert all(r["perplexity"] > 1 for r in read_jsonl(tmp_path / "demo" / "prune24" / "evals.jsonl"))
     sizes = [r["megabytes"] for r in rows]
     assert sizes[:6] == sorted(sizes[:6], reverse=True) and sizes[3] < sizes[7] < sizes[6] < sizes[0]
     assert "'completion_tokens': " in out  # what the server answered
@@ -307,7 +313,7 @@ def test_a_lost_rank_is_one_line_that_says_how_to_go_on(
     (line,) = (line for line in said if line.startswith("error: "))
     assert line.startswith(f"error: lost another process of this job ({reason}")
     again = f"torchrun --nproc-per-node 2 -m shoestring run train/dense resume={run}"
-    assert line.endswith(f"go on with `{again}`") and "Traceback" not in str(failed.value)
+    assert line.endswith(f"continue with `{again}`") and "Traceback" not in str(failed.value)
     out = cli("run", "train/dense", f"resume={run}", "mesh.dp=1")
     assert "step-00000002 at step 2" in out
     assert [row["step"] for row in read_jsonl(run / "metrics.jsonl") if "loss" in row] == [1, 2, 3, 4, 5, 6]

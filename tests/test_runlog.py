@@ -147,11 +147,11 @@ def test_ctrl_c_says_how_to_go_on() -> None:
             raise stop
         return str(caught.value)
 
-    way_on = "; go on with `shoestring run a/b resume=run`"
+    way_on = "; continue with `shoestring run a/b resume=run`"
     assert said(KeyboardInterrupt()) == "stopped" + way_on
     assert said(KeyboardInterrupt(), lambda: " after 2 of 3 blocks") == "stopped after 2 of 3 blocks" + way_on
     # A stage with a folder of its own names that one.
-    assert said(Interrupted("stopped at step 3 of 9 and saved; go on with `x`")) == (
+    assert said(Interrupted("stopped at step 3 of 9 and saved; continue with `x`")) == (
         "stopped at step 3 of 9 and saved" + way_on
     )
 

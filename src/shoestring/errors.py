@@ -189,7 +189,7 @@ def _restart(error: BaseException, recipe: str | None, config: object) -> str:
         return "start all of them again"
     num, here = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     nodes = f"--nnodes {num // here} " if num > here else ""
-    return f"go on with `torchrun {nodes}--nproc-per-node {here} -m shoestring run {recipe} resume={folder}`"
+    return f"continue with `torchrun {nodes}--nproc-per-node {here} -m shoestring run {recipe} resume={folder}`"
 
 
 # -- how to go on ------------------------------------------------------------------------------------

@@ -362,7 +362,7 @@ def resumable(recipe: str, folder: Path, done: Callable[[], str] = str) -> Itera
         yield
     except (Interrupted, KeyboardInterrupt) as stop:
         said = str(stop).split(";")[0] or f"stopped{done()}"
-        raise Interrupted(f"{said}; go on with `shoestring run {recipe} resume={folder}`") from None
+        raise Interrupted(f"{said}; continue with `shoestring run {recipe} resume={folder}`") from None
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -77,7 +77,7 @@ def test_a_stopped_run_goes_on_in_its_stage(
             from shoestring.train import cakld
 
             patch.setattr(cakld.Cakld, "__call__", dying(9, cakld.Cakld.__call__))
-        assert f"stopped; go on with `shoestring run shrink/bitdistiller resume={name}`" in cli(
+        assert f"stopped; continue with `shoestring run shrink/bitdistiller resume={name}`" in cli(
             *PROMPTS, f"run={name}", fails=True
         )
     assert not (here / f"{name}/model").exists()

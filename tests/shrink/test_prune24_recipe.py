@@ -118,7 +118,7 @@ def test_one_shot_alone_stops_and_goes_on_at_the_next_block(
         save(self, index, *rest)
         raise KeyboardInterrupt
 
-    way_on = "go on with `shoestring run shrink/prune24 resume=cut`"
+    way_on = "continue with `shoestring run shrink/prune24 resume=cut`"
     with monkeypatch.context() as patch:
         patch.setattr(prune24_stages, "evaluate_row", dying(0, prune24_stages.evaluate_row))
         said = cli(*ONE_SHOT, "train=none", "slorb=16", "text=test.txt", "run=cut", fails=True)

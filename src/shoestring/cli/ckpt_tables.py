@@ -54,7 +54,8 @@ def versions_table(checkpoints: Path) -> Table:
     rows = []
     for key in sorted({o.copy.key for o in offers} | set(xor), reverse=True):
         some = [o for o in offers if o.copy.key == key]
-        places = sorted({"peer memory" if o.is_peer else o.source for o in some}) + [xor[key]] * (key in xor)
+        places = sorted({"peer memory" if o.is_peer else o.source for o in some})
+        places += [xor[key]] if key in xor else []
         lacking = missing_of(o.copy for o in some)
         size = sum(b.num_bytes for o in some[:1] for b in o.copy.boxes) / 2**20
         rows.append([key[0], ", ".join(places), len(some), f"{size:.1f}", lacking or "complete here"])

@@ -80,7 +80,7 @@ class ConvertReport:
         cells = [(key[0], f"x{n}" if n > 1 else "", *key[1:]) for key, n in rows.items()]
         widths = [max(len(row[i]) for row in cells) for i in range(5)] if cells else []
         lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells]
-        summary = f"{len(self.changed)} changed ({self.bits_per_weight:.2f} bits per weight)"
+        summary = f"{len(self.changed)} layers changed ({self.bits_per_weight:.2f} bits per weight)"
         size = sum(x.num_bytes for x in self.left) / 1e6
         return "\n".join([*lines, f"{summary}, {len(self.left)} left alone ({size:,.1f} MB)"])
 

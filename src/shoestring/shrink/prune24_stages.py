@@ -123,7 +123,7 @@ class Prune24Settings:
     temperature: float | None = option(
         None, "softmax temperature of the predictions; none: 2 for ast, 1 for cast", least=0
     )
-    text: str | None = option(None, "a text file: perplexity of dense, one-shot and retrained model")
+    text: str | None = option(None, "a text file: perplexity of every stage; default: a run's own validation split")
     max_tokens: int = option(16384, "tokens of that text at most", least=2)
     verify: Literal["auto", "true", "false"] = option("auto", VERIFY_HELP)
     max_perplexity: float = option(MAX_PERPLEXITY, MAX_HELP, least=1)
@@ -248,7 +248,7 @@ class EvaluatedText:
         changed: bool = False,
     ) -> None:
         """With an offload that has an onload_device, the model stays in host memory. `changed`: as in evaluate_row."""
-        tokens, name = text_tokens(loaded, self.model, text=self.text) if self.text else (None, "")
+        tokens, name = text_tokens(loaded, self.model, text=self.text)  # of a run: its own validation split
         if offload is not None and offload.onload_device is None:
             offload = None
         sizes: dict[str, Any] = {"context": self.context, "max_tokens": self.max_tokens}

@@ -49,7 +49,8 @@ class Outlier:
     usual: float  # the median of its kind
 
     def __str__(self) -> str:
-        return f"{self.name} ({self.format}): error {self.error:.3g}, {self.error / self.usual:.1f} times the usual"
+        times = f"{self.error / self.usual:.1f} times the median of its kind"
+        return f"{self.name} ({self.format}): error {self.error:.3g}, {times}"
 
 
 def outliers(layers: Sequence[LayerError], most: float = OUT_OF_LINE) -> list[Outlier]:
@@ -71,7 +72,7 @@ def outliers(layers: Sequence[LayerError], most: float = OUT_OF_LINE) -> list[Ou
 def outlier_table(found: Sequence[Outlier]) -> Table:
     rows = [[o.name, o.format, o.error, o.usual, o.error / o.usual] for o in found]
     note = f"More than {OUT_OF_LINE:g} times the median error of their kind. Give such layers more bits with rules=."
-    return Table("Layers out of line", ["layer", "format", "error", "median of its kind", "times"], rows, note)
+    return Table("Layers with a large error", ["layer", "format", "error", "median of its kind", "times"], rows, note)
 
 
 @torch.no_grad()
@@ -98,7 +99,7 @@ def broken_perplexity(rows: Sequence[dict[str, Any]], most: float) -> list[str]:
     if not math.isfinite(after):
         return [f"its perplexity is {after}"]
     if math.isfinite(before) and after > most * before:
-        return [f"its perplexity is {after:,.4g}, {after / before:,.1f} times that before (allowed: {most:g})"]
+        return [f"its perplexity is {after:,.4g}, {after / before:,.1f} times the original one (allowed: {most:g})"]
     return []
 
 
@@ -121,7 +122,7 @@ def mean_kl(before_TV: Tensor | None, after_TV: Tensor | None) -> float | None:
 def broken_predictions(kl: float | None, most: float) -> list[str]:
     if kl is None or kl <= math.log(most):  # False for NaN
         return []
-    return [f"its predictions are {kl:.3g} nats a token (KL) from those before (allowed: {math.log(most):.3g})"]
+    return [f"its KL divergence from the original model is {kl:.3g} nats per token (allowed: {math.log(most):.3g})"]
 
 
 def verify_model(model: Decoder, verify: str) -> None:
@@ -146,13 +147,13 @@ def judge(
     """List what is out of line; why the model is broken, or None. With `force` the reason is only said. `kl`: of
     `mean_kl`. `problems`: of a model without perplexity."""
     for outlier in (found := outliers(layers))[:10]:
-        log.say(f"out of line: {outlier}")
+        log.say(f"large error: {outlier}")
     if found[10:]:
-        log.say(f"out of line: {len(found) - 10} more layers, see report.html")
+        log.say(f"large error: {len(found) - 10} more layers, see report.html")
     if problems is None and not any(row.get("perplexity") for row in log.evaluations()):
-        log.say("perplexity was not measured: give text=FILE to have it checked")
+        log.say("perplexity was not measured; give text=FILE to measure it")
     if kl is not None:
-        log.say(f"KL to the predictions before: {kl:.3g} nats a token, on {KL_TOKENS} tokens")
+        log.say(f"KL divergence from the original model: {kl:.3g} nats per token, on {KL_TOKENS} tokens")
     broken = [*broken_perplexity(log.evaluations(), max_perplexity), *broken_predictions(kl, max_perplexity)]
     broken += [*(problems or ()), *broken_layers(model)]
     for problem in broken:
@@ -168,7 +169,7 @@ def refuse(reason: str | None, again: str, kept: str = "") -> None:
     if reason is not None:
         raise UserError(
             f"{reason}. It is not delivered{f' but kept in {kept}' if kept else ''}. Use more bits, a smaller group or "
-            f"another method; {again} force=true delivers it all the same"
+            f"another method; {again} force=true delivers it anyway"
         )
 
 

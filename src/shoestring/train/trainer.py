@@ -235,7 +235,7 @@ def _stop(run: Run, parts: dict[str, Any], checkpointer: StepCheckpointer | None
     folder = run.log.folder
     recipe = read_config(folder).get("recipe", "RECIPE") if folder is not None else "RECIPE"
     raise Interrupted(
-        f"stopped at step {run.step} of {steps} and saved; go on with `shoestring run {recipe} resume={folder}`"
+        f"stopped at step {run.step} of {steps} and saved; continue with `shoestring run {recipe} resume={folder}`"
     )
 
 

@@ -102,7 +102,7 @@ def main(cfg: Config) -> Path:
         log.save_config(config_record("shrink/ptq", cfg, resume=None, run=str(folder)))
         log.truncate_after(0)
         if tokens is None:
-            log.say("no perplexity: give text=FILE, or a calibration text with some tokens to spare")
+            log.say("perplexity is not measured; give text=FILE, or a longer calibration text")
 
         def evaluate(label: str, changed: bool = False) -> None:
             """Once per run: a resumed one has the row."""

@@ -179,7 +179,8 @@ def pretrain(
             commands = deliver(folder)
             trained = load_model(folder / "model", device=mesh.device, dtype=parallel.compute_dtype)
             text = corpus.val.head(EVAL_TOKENS) if len(corpus.val) > 1 else None
-            row = evaluate_row(trained, folder.name, text, f"{cfg.data} (validation)", context=cfg.context)
+            label = f"{folder.name}, step {run.step}"  # a run that is resumed has a row for every end
+            row = evaluate_row(trained, label, text, f"{cfg.data} (validation)", context=cfg.context)
             log.evaluated(**row)
             pretraining.report_training(recipe, log, trained.spec, [*plots(folder), *report_sections(folder)], commands)
     mesh.close()
