@@ -124,16 +124,21 @@ def rate_table() -> str:
     return markdown(header, rows) + provenance(shown)
 
 
-def wall_clock() -> str:
-    """Variants of one width that trained for the same seconds; a ratio above 1 is better than dense."""
-    lines = [n for n in newest(WALL_CLOCK) if n["config"]["d_model"] == 2048]
-    if not lines:
-        return NOTHING
+def wall_clock_lines() -> list[dict[str, Any]]:
+    """Lines of width 2,048 with the settings of the newest one."""
 
     def settings(line: dict[str, Any]) -> dict[str, Any]:
         return {k: v for k, v in line["config"].items() if k not in ("d_ff", "seed")}
 
-    lines = [n for n in lines if settings(n) == settings(lines[-1])]
+    lines = [n for n in newest(WALL_CLOCK) if n["config"]["d_model"] == 2048]
+    return [n for n in lines if settings(n) == settings(lines[-1])]
+
+
+def wall_clock() -> str:
+    """Variants of one width that trained for the same seconds; a ratio above 1 is better than dense."""
+    lines = wall_clock_lines()
+    if not lines:
+        return NOTHING
     rows = []
     for case in ("dense", "FP8", "FST", "FST exact", "half-width"):
         runs = [n for n in lines if n["case"] == case]

@@ -96,9 +96,12 @@ def test_calls_of_a_file_do_not_read_the_file_again(monkeypatch: pytest.MonkeyPa
     calls = tmp_path / "calls.txt"
     calls.write_text('# wanted\n--rows "FST exact:0" --decay 6e-5\n\n--rows dense:1  # a seed\n')
     asked: list[list[str]] = []
-    monkeypatch.setattr(
-        sparse24_quality.subprocess, "run", lambda command, **_: asked.append(command) or SimpleNamespace(returncode=0)
-    )
+
+    def run(command: list[str], **_: Any) -> SimpleNamespace:
+        asked.append(command)
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(sparse24_quality.subprocess, "run", run)
     monkeypatch.setattr(sys, "argv", ["sparse24_quality", *given])
     sparse24_quality.run_calls(calls, 1, ends=float("inf"))
     assert [command[3:-2] for command in asked] == [
