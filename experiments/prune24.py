@@ -189,7 +189,7 @@ def start_folder(bench: Bench, label: str, work: Path) -> tuple[Path, Path]:
 def coded(bench: Bench, case: str, work: Path) -> tuple[Decoder, dict[str, Any]]:
     """The quantized model as dense layers with the stored weights, and its bits per weight."""
     start, label, name = CODED[case]
-    source = {"dense": lambda: bench.source, "ast": lambda: work / "trained-ast"}.get(
+    source = {"dense": lambda: bench.source, "ast": lambda: ast_folder(bench, work)}.get(
         start, lambda: start_folder(bench, PLAIN, work)[0]
     )()
     if not source.exists():
@@ -203,13 +203,13 @@ def coded(bench: Bench, case: str, work: Path) -> tuple[Decoder, dict[str, Any]]
     bits = bits_per_weight(model)
     for _, linear in format_linears(model):
         linear.set_format(Dense())
-    training = json.loads(training_file(work).read_text()) if start == "ast" else {}
+    training = json.loads(source.with_suffix(".json").read_text()) if start == "ast" else {}
     return model, {**training, "bits": bits}
 
 
-def training_file(work: Path) -> Path:
-    """How the model was trained that the case ast left."""
-    return work / "trained-ast.json"
+def ast_folder(bench: Bench, work: Path) -> Path:
+    """What the case ast leaves; how it was trained is in a file of the same name."""
+    return work / f"trained-ast-{bench.args.seed}"
 
 
 def from_start(bench: Bench, format: str, work: Path, compute: torch.dtype, mode: CompileMode = "off") -> Decoder:
@@ -331,28 +331,38 @@ def main() -> None:
         work.mkdir(parents=True, exist_ok=True)  # before minutes of pruning
         for case in (c for c in args.cases if c not in known):
             began = time.perf_counter()
-            config: dict[str, Any] = {}
-            seen: dict[str, Any] = {}
-            if case == "dense":
-                model = bench.load()
-            elif case in TRAINED:
-                model, config, seen = trained(bench, case, work)
-                if case == "ast":
-                    whole = gather(model, [("*", parse_format(PLAIN))], open_mesh(MeshConfig()))
-                    assert whole is not None
-                    save_model(work / "trained-ast", whole)
-                    training_file(work).write_text(json.dumps(config))
-            elif case in CODED:
-                model, config = coded(bench, case, work)
-            elif case.startswith("sparsegpt"):
-                model = from_start(bench, BOOSTED if "slorb" in case else PLAIN, work, torch.float32)
-            else:
-                model = one_shot(bench, case, PLAIN)
-            if case not in ("dense", "magnitude", "ast:dense", "cast"):
-                config["calibration_tokens"] = args.windows * 512
-            config.setdefault("bits", bits_per_weight(model))
-            save(case, bench.quality(model), {**common, **config}, seen, time.perf_counter() - began)
-            del model
+            try:
+                model, config, seen = make(bench, case, work)
+                save(case, bench.quality(model), {**common, **config}, seen, time.perf_counter() - began)
+                del model
+            except (RuntimeError, UserError) as error:  # the other cases are still worth measuring
+                print(f"FAILED: {case}: {error}", flush=True)
+
+
+def make(bench: Bench, case: str, work: Path) -> tuple[Decoder, dict[str, Any], dict[str, Any]]:
+    """The model of a case, its config, and the measurements during training."""
+    config: dict[str, Any] = {}
+    seen: dict[str, Any] = {}
+    if case == "dense":
+        model = bench.load()
+    elif case in TRAINED:
+        model, config, seen = trained(bench, case, work)
+        if case == "ast":
+            whole = gather(model, [("*", parse_format(PLAIN))], open_mesh(MeshConfig()))
+            assert whole is not None
+            folder = ast_folder(bench, work)
+            save_model(folder, whole)
+            folder.with_suffix(".json").write_text(json.dumps(config))
+    elif case in CODED:
+        model, config = coded(bench, case, work)
+    elif case.startswith("sparsegpt"):
+        model = from_start(bench, BOOSTED if "slorb" in case else PLAIN, work, torch.float32)
+    else:
+        model = one_shot(bench, case, PLAIN)
+    if case not in ("dense", "magnitude", "ast:dense", "cast"):
+        config["calibration_tokens"] = bench.args.windows * 512
+    config.setdefault("bits", bits_per_weight(model))
+    return model, config, seen
 
 
 def bits_per_weight(model: Decoder) -> float:
