@@ -81,6 +81,11 @@ def quality(bits: int) -> list[str]:
         values = [n["quality"]["perplexity"] for n in lines]
         return " to ".join(dict.fromkeys((f"{min(values):.1f}", f"{max(values):.1f}")))
 
+    def seeds(*methods: list[dict[str, Any]]) -> str:
+        counts = [len({n["config"]["seed"] for n in lines}) for lines in methods]
+        said = " and ".join(str(count) for count in dict.fromkeys(counts))
+        return "one seed each" if set(counts) == {1} else f"{said} seeds{' each' if len(set(counts)) == 1 else ''}"
+
     def shown(method: str, label: str = grid) -> str:
         return spread(best[tables.SMOLLM2, method, label].lines)
 
@@ -88,13 +93,14 @@ def quality(bits: int) -> list[str]:
     chosen = {best[tables.SMOLLM2, "ours", grid].method, SHIPPED[bits]}
     lines = [n for n in tables.counting() if n["config"]["model"] == tables.SMOLLM2 and n["config"]["format"] == grid]
     ours = [n for n in lines if n["config"]["method"] in chosen]
+    theirs = best[tables.SMOLLM2, "bitdistiller", grid].lines
     return [
         f"{bits}-bit weights ({stored:.2f} bits stored), perplexity",
         f"{tables.SMOLLM2}, WikiText-2",
         GPU,
         f"full {shown('dense', 'dense')}; no training (`shrink/ptq`, 16,384 calibration tokens) {shown(tables.TODAY)} "
         f"on its own text, {shown(tables.WEIGHED)} on WikiText-2; BitDistiller {shown('bitdistiller')}",
-        f"{spread(ours)} (1M training tokens)",
+        f"{spread(ours)} (1M training tokens, {seeds(ours, theirs)})",
         link("bitdistiller", "methods/bitdistiller.md"),
     ]
 
