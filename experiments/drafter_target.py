@@ -81,7 +81,7 @@ SIZES = {
     ),
     # The same shape, trained for longer; its memory stays below 30 GiB, beside other work on the GPU.
     "long": Size(
-        GPU, 4096, 48.0, 512, 16, 230.0, 4, 5e-4, 1, 0, 6144, 256, 32, 400, 3e-4, 48, 64, 64, 96, 64, 3, 35.0,
+        GPU, 4096, 80.0, 512, 16, 225.0, 4, 5e-4, 1, 0, 6144, 256, 32, 800, 3e-4, 48, 64, 64, 96, 64, 3, 35.0,
         deep_share=0.2, deep_micro=4, outputs_only=True,
     ),
     # For a given model: a head of the frequent tokens, since its vocabulary is large.
