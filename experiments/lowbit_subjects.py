@@ -129,11 +129,14 @@ def first_tokens(shards: TokenShards, num: int) -> TokenShards:
 
 
 def stories(args: argparse.Namespace, folder: Path) -> Subject:
-    """stories260K with TinyStories: the last stories are measured, the others trained on."""
+    """stories260K with TinyStories: the last stories are measured, those before them choose, the first are trained
+    on."""
     home = args.assets / "models/stories260k"
     model, codec = load_stories(home / "stories260K.bin"), StoryCodec(home / "tok512.bin")
     text = (args.assets / "text/tinystories_2M.txt").read_text().split("<|endoftext|>")
-    learn, test = ([i for s in part for i in (BOS, *codec.encode(s.strip()))] for part in (text[:250], text[-40:]))
+    learn, valid, test = (
+        [i for s in part for i in (BOS, *codec.encode(s.strip()))] for part in (text[:250], text[-60:-40], text[-40:])
+    )
     ids = np.array(learn, dtype="<u2")
     shards = TokenShards(ids, None, hashlib.blake2b(ids.tobytes(), digest_size=16).hexdigest())
     return Subject(
@@ -153,4 +156,5 @@ def stories(args: argparse.Namespace, folder: Path) -> Subject:
         blockwise=Blockwise(batch=4),
         rates=SMALL_RATES,
         cache_folder=folder / "cache-stories",
+        valid=torch.tensor(valid)[: args.tokens or 8192],
     )
