@@ -3,7 +3,7 @@
     python -m benchmarks.drafter_speed --keep DIR          about 160 seconds, alone on the machine
     ... --sampled-only --temperatures 0.7 1                the controller on sampled texts, and nothing else
     ... --rules coupled block                              of sampled texts; one request at a time from the second on
-    ... --only DistillSpec                                 of the drafters these, of the first seed
+    ... --only DistillSpec                                 of the drafters these, of the first seed, without the noise
 
 For a target that was trained elsewhere `experiments.drafter --model FILE --name NAME --no-speed --keep DIR` makes DIR.
 
@@ -375,11 +375,12 @@ def measure_batch(
     until: float,
     *,
     carried: bool = False,
+    noise: bool = True,
 ) -> float:
     """Measure under a controller for each of these drafters, or one for the first at all loads; returns seconds per
     turn."""
     began, turns = time.perf_counter(), kept.turns(batch)
-    counts = turns_of(rows, batch, repeats)
+    counts = turns_of(rows, batch, repeats, noise=noise)
     counts = {name: counts[name] for name in list(counts)[: 1 if carried else None]}
     rows = [row for row in rows if row["drafter"] in counts]
     ways = [kept.controlled(row, counts[row["drafter"]], carried=carried) for row in rows]
@@ -392,10 +393,11 @@ def measure_batch(
     return (time.perf_counter() - began) / (WARM_TURNS + len(found[0].turns))
 
 
-def turns_of(rows: Sequence[dict[str, Any]], batch: int, repeats: int) -> dict[str, int]:
-    """Counted turns by drafter; stacked lookup only for one request at a time, where noise is least."""
+def turns_of(rows: Sequence[dict[str, Any]], batch: int, repeats: int, *, noise: bool = True) -> dict[str, int]:
+    """Counted turns by drafter; stacked lookup only for one request at a time, where noise is least. `noise`: plain
+    decoding against itself, too."""
     names = [row["drafter"] for row in rows if batch == 1 or not row["drafter"].startswith("ngram+")]
-    names += [PLAIN_AGAIN] if batch > 1 else []
+    names += [PLAIN_AGAIN] if batch > 1 and noise else []
     return {name: repeats if i == 0 else min(repeats, FEW_TURNS) for i, name in enumerate(names)}
 
 
@@ -510,7 +512,7 @@ def measure_all(
         try:
             if batch:
                 few = min(repeats, CARRIED_TURNS) if carried else repeats
-                took = measure_batch(kept, rows, batch, temperature, few, soon, carried=carried)
+                took = measure_batch(kept, rows, batch, temperature, few, soon, carried=carried, noise=not only)
                 taken[batch] = max(took, taken.get(batch, 0.0))
             else:
                 few = min(repeats, SINGLE_TURNS)

@@ -128,15 +128,18 @@ def proportions() -> str:
     lines = [n for n in newest("skipping") if n["config"]["model"] == LIKE_8B]
     timed = {key_of(n)[0:1] + key_of(n)[2:]: n for n in lines if n["metric"] == "decode_speedup"}
     rows = []
-    for n in sorted((n for n in lines if n["metric"] == "perplexity"), key=lambda n: n["config"]["speedup"]):
-        config, found = n["config"], timed.get(key_of(n)[0:1] + key_of(n)[2:])
-        speed = f"{found['value']:.2f}x" if found else "not timed"
+    measured = [n for n in lines if n["metric"] == "perplexity"]
+    for n in sorted(measured, key=lambda n: [n["config"][k] for k in ("context", "speedup")]):
+        config, quality, found = n["config"], n["quality"], timed.get(key_of(n)[0:1] + key_of(n)[2:])
+        speed = f"{found['value']:.2f}x" if found else "1.00x" if config["speedup"] == 1 else "not timed"
         sublayers = f"{config['attention']} + {config['ffn']}"
-        rows.append([n["case"], f"{config['speedup']:.2f}x", sublayers, speed, shown(n["quality"]["perplexity"])])
+        lambada = f"{100 * quality['accuracy_LAMBADA']:.0f}" if "accuracy_LAMBADA" in quality else ""
+        where = [f"{config['context']:,}", n["case"], f"{config['speedup']:.2f}x", sublayers, speed]
+        rows.append([*where, shown(quality["perplexity"]), lambada])
     if not rows:
         return "Not measured yet."
-    header = ["method", "asked for", "skipped: attention + FFN", "decode step, 8B width", "perplexity, SmolLM2"]
-    return markdown(header, rows) + provenance(lines)
+    header = ["context", "method", "asked for", "skipped: attention + FFN", "decode step, 8B width"]
+    return markdown([*header, "perplexity, SmolLM2", "LAMBADA, %"], rows) + provenance(lines)
 
 
 def speeds() -> str:
