@@ -182,15 +182,18 @@ def _server_app() -> Any:
     from shoestring.model import Decoder, ModelSpec, Tokenizer
     from shoestring.serve import Engine
     from shoestring.serve.http.app import Api, ApiSettings
+    from shoestring.serve.http.engine_client import EngineClient
     from shoestring.serve.http.engine_thread import EngineThread
+    from shoestring.serve.http.grammar import Grammars
     from shoestring.serve.http.metrics import Metrics
 
     tokenizer = Tokenizer.train(["a page of the reference"], 260)
     sizes: dict[str, Any] = {"d_model": 8, "num_layers": 1, "num_heads": 1, "num_kv_heads": 1, "head_dim": 8, "d_ff": 8}
     spec = ModelSpec(vocab_size=tokenizer.vocab_size, max_positions=16, **sizes)
     engine = Engine(Decoder(spec), tokenizer, max_requests=1)
-    thread = EngineThread(engine, Metrics("page"), max_running=1, max_queue=1)
-    return Api(thread, tokenizer, ApiSettings("page")).app()
+    thread = EngineThread(engine, Metrics("page"), max_running=1)
+    client = EngineClient(thread.facts(max_queue=1), thread, thread.snapshot())
+    return Api(client, tokenizer, Grammars(tokenizer, engine.vocab_size, ()), ApiSettings("page")).app()
 
 
 def _fields(body: Any) -> dict[str, Any]:

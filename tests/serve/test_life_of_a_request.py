@@ -73,7 +73,7 @@ def test_an_http_request_crosses_the_files_of_the_page() -> None:
         assert client.post("/v1/completions", **sent).status_code == 200
         trace.on = False
     wanted = listed("One HTTP request")
-    assert {file for file in trace.files if file.startswith("serve/http/")} == wanted and len(wanted) <= 10
+    assert {file for file in trace.files if file.startswith("serve/http/")} == wanted and len(wanted) <= 13
 
 
 def test_a_decoded_token_crosses_the_files_of_the_page() -> None:

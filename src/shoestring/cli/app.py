@@ -398,6 +398,7 @@ def serve(
         device=place,
         dtype=pick_dtype(dtype, place),
         skips=None if skip == "none" else lambda loaded: find_skips(loaded, skip, length),
+        apart=True,
     )
 
 

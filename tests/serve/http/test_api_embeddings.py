@@ -131,7 +131,7 @@ def test_texts_go_on_beside_embeddings_and_clients_may_leave(service: Any) -> No
         assert service.engine.stats.num_steps >= before + 20  # a step after every part
         with pytest.raises(httpx.ReadTimeout):
             http.post("/v1/embeddings", json={"input": [[5] * 3000] * 60}, timeout=0.5)
-    wait_for(lambda: service.engine_thread.num_open == 0)
+    wait_for(lambda: service.client.num_open == 0)
     metrics = httpx.get(f"{service.url}/metrics").text
     assert 'request_success_total{finished_reason="abort",model_name="tiny"}' in metrics
 

@@ -56,7 +56,7 @@ def refused(response: Any, status: int, *words: str) -> dict[str, Any]:
 def nothing_is_left(service: Any) -> bool:
     """Of any request: no text is open or computed, and every block of keys and values can be had."""
     pool = service.engine.cache.pool
-    idle = service.engine_thread.num_open == 0 and not service.engine.busy
+    idle = service.client.num_open == 0 and not service.engine.busy
     return idle and pool.num_used == 0 and pool.num_available == pool.num_blocks
 
 

@@ -132,7 +132,7 @@ def test_where_all_connections_are_at_work_a_newcomer_gets_a_503(service: Any) -
     assert refused.headers["retry-after"] == "2"
     for client in busy:
         client.close()
-    wait_for(lambda: service.engine_thread.num_open == 0)
+    wait_for(lambda: service.client.num_open == 0)
     assert httpx.get(f"{service.url}/health").status_code == 200
 
 

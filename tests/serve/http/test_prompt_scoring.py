@@ -66,7 +66,7 @@ def test_a_client_may_leave_midway(service: Any, monkeypatch: pytest.MonkeyPatch
     assert begun.wait(30)
     wait_for(lambda: not service.engine_thread._inbox.empty())  # the cancellation
     gone.set()
-    wait_for(lambda: service.engine_thread.num_open == 0)
+    wait_for(lambda: service.client.num_open == 0)
     assert num_parts <= 2
     monkeypatch.undo()
     assert httpx.post(service.url + "/v1/completions", json=SCORED, timeout=60).status_code == 200

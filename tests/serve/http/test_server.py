@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import importlib
-import itertools
 import json
 import os
 import re
@@ -14,7 +13,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -29,7 +27,9 @@ from serving import running, wait_for  # noqa: E402
 from shoestring.errors import UserError  # noqa: E402
 from shoestring.model import save_model  # noqa: E402
 from shoestring.serve import Engine, Sampling  # noqa: E402
-from shoestring.serve.http.engine_thread import ChoiceDelta, Delivery, OutputCollector, kv_usage  # noqa: E402
+from shoestring.serve.http.engine_client import OutputCollector  # noqa: E402
+from shoestring.serve.http.engine_messages import ChoiceDelta  # noqa: E402
+from shoestring.serve.http.engine_thread import kv_usage  # noqa: E402
 from shoestring.serve.http.server import EngineStuck, ServeOptions, Service, listen, main  # noqa: E402
 from tiny import chat_tokenizer, served_model  # noqa: E402
 
@@ -54,7 +54,7 @@ def open_stream(url: str, body: dict[str, Any]) -> socket.socket:
 
 
 def memory_is_free(service: Any) -> bool:
-    return service.engine_thread.num_open == 0 and not service.engine.busy and kv_usage(service.engine) == 0
+    return service.client.num_open == 0 and not service.engine.busy and kv_usage(service.engine) == 0
 
 
 def test_what_the_start_made_is_never_looked_at_for_garbage() -> None:
@@ -69,10 +69,10 @@ def test_vanished_clients_free_their_places_at_once(service: Any) -> None:
     streaming = open_stream(service.url, {**LONG, "stream": True})
     assert b"200 OK" in streaming.recv(4096)
     waiting_whole = open_stream(service.url, LONG)
-    wait_for(lambda: service.engine_thread.snapshot.num_running == 2)
+    wait_for(lambda: service.client.snapshot.num_running == 2)
     queued = open_stream(service.url, {**LONG, "stream": True})
     two_texts = open_stream(service.url, {**LONG, "n": 1})
-    wait_for(lambda: service.engine_thread.num_open == 4)
+    wait_for(lambda: service.client.num_open == 4)
     # Full: two run, two wait.
     full = httpx.post(service.url + TEXT, json=LONG)
     assert full.status_code == 429 and full.json()["error"]["code"] == "queue_full"
@@ -82,9 +82,9 @@ def test_vanished_clients_free_their_places_at_once(service: Any) -> None:
             model="tiny", **{k: v for k, v in LONG.items() if k != "ignore_eos"}
         )
     queued.close()  # leaves the queue
-    wait_for(lambda: service.engine_thread.num_open == 3)
+    wait_for(lambda: service.client.num_open == 3)
     streaming.close()
-    wait_for(lambda: service.engine_thread.num_open == 2)
+    wait_for(lambda: service.client.num_open == 2)
     waiting_whole.close()
     two_texts.close()
     wait_for(lambda: memory_is_free(service))
@@ -98,8 +98,8 @@ def test_vanished_clients_free_their_places_at_once(service: Any) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_memory_of_a_vanished_client_is_free_before_the_next_step(service: Any, stream: bool) -> None:
     """Exact in steps: the engine is stopped within one until the cancellation is in the thread's inbox."""
-    engine, thread, pool = service.engine, service.engine_thread, service.engine.cache.pool
-    step, cancel = engine.step, thread.cancel
+    engine, client, pool = service.engine, service.client, service.engine.cache.pool
+    step, cancel = engine.step, client.cancel
     hold, held, noticed = threading.Event(), threading.Event(), threading.Event()
     starts: list[tuple[set[int], int, int]] = []  # at each step's: who runs, their blocks, all used blocks
 
@@ -115,7 +115,7 @@ def test_memory_of_a_vanished_client_is_free_before_the_next_step(service: Any, 
         cancel(choices)
         noticed.set()
 
-    engine.step, thread.cancel = watched_step, watched_cancel
+    engine.step, client.cancel = watched_step, watched_cancel
     staying = open_stream(service.url, {**LONG, "prompt": "I stay", "stream": True})
     wait_for(lambda: len(engine.running) == 1)
     (kept,) = engine.running
@@ -237,22 +237,21 @@ def test_a_stuck_engine_does_not_hold_its_clients(monkeypatch: pytest.MonkeyPatc
         health = httpx.get(service.url + "/health")
         assert health.status_code == 503 and health.json()["status"] == "stuck"
         last = pool.submit(httpx.post, service.url + TEXT, json=LONG)
-        wait_for(lambda: service.engine_thread.num_open == 3, 10)
+        wait_for(lambda: service.client.num_open == 3, 10)
         service.stop()
         assert last.result(20).json()["error"]["code"] in ("draining", "deadline_exceeded")  # whichever comes first
     server.join(20)
     assert not server.is_alive() and "stuck in a step" in ended[0]
     release.set()  # what the engine still writes has no readers
     wait_for(lambda: not service.engine_thread.alive, 10)
-    assert service.engine_thread.num_open == 0 and not service.engine.busy
+    assert service.client.num_open == 0 and not service.engine.busy
 
 
 def test_unread_text_is_merged_not_piled_up() -> None:
     async def read() -> list[Any]:
         box = OutputCollector()
-        writer = threading.Thread(target=lambda: [box.put(i % 2, ChoiceDelta(str(i), (i,))) for i in range(6)])
-        writer.start()
-        writer.join()
+        for i in range(6):
+            box.put(i % 2, ChoiceDelta(str(i), (i,), drafted=(i == 4,)) if i in (0, 4) else (str(i), (i,)))
         first = await asyncio.wait_for(box.take(), 5)
         box.put(1, ChoiceDelta("x", (9,), finish_reason="stop"))
         second = await asyncio.wait_for(box.take(), 5)
@@ -260,65 +259,21 @@ def test_unread_text_is_merged_not_piled_up() -> None:
         return [first, second, await asyncio.wait_for(box.take(), 5)]
 
     first, second, third = asyncio.run(read())
-    assert first == {0: ChoiceDelta("024", (0, 2, 4)), 1: ChoiceDelta("135", (1, 3, 5))}
+    drafted = (False, False, True)
+    assert first == {
+        0: ChoiceDelta("024", (0, 2, 4), drafted=drafted),
+        1: ChoiceDelta("135", (1, 3, 5), drafted=(False,) * 3),
+    }
     assert second == {1: ChoiceDelta("x", (9,), finish_reason="stop")} and third is None
-
-
-def test_readers_are_woken_in_rounds_and_the_loop_rests_between_them() -> None:
-    """A round that takes 10 ms is followed by 50 ms of rest; what comes meanwhile is one delta of the next round."""
-
-    async def read() -> tuple[list[str], list[float]]:
-        loop = asyncio.get_running_loop()
-        delivery, box = Delivery(loop), OutputCollector()
-        texts: list[str] = []
-        times: list[float] = []
-
-        def write() -> None:
-            for i in range(40):
-                box.store(0, ChoiceDelta(str(i % 10), (i,), finish_reason="stop" if i == 39 else None))
-                delivery.wake([box])
-                time.sleep(0.004)
-
-        writer = threading.Thread(target=write)
-        writer.start()
-        while not times or texts[-1][-1] != "9" or sum(map(len, texts)) < 40:
-            async with asyncio.timeout(5):
-                unread = await box.take()
-            assert unread
-            times.append(time.monotonic())
-            texts.append(unread[0].text)
-            time.sleep(0.01)  # writing an event
-        writer.join()
-        return texts, times
-
-    texts, times = asyncio.run(read())
-    assert "".join(texts) == "0123456789" * 4 and len(texts) <= 10
-    gaps = [b - a for a, b in itertools.pairwise(times)]
-    assert min(gaps) >= 0.055 and sorted(gaps)[len(gaps) // 2] < 0.2
-
-
-def test_a_few_streams_get_every_token_by_itself() -> None:
-    async def read() -> int:
-        delivery, box = Delivery(asyncio.get_running_loop()), OutputCollector()
-        rounds = 0
-        for i in range(20):
-            box.store(0, ChoiceDelta(str(i), (i,)))
-            delivery.wake([box])
-            await asyncio.sleep(0.005)
-            unread = await asyncio.wait_for(box.take(), 5)
-            rounds += unread is not None and unread[0].token_ids == (i,)
-        return rounds
-
-    assert asyncio.run(read()) >= 18
 
 
 def test_the_number_of_texts_follows_the_machine_where_none_is_given() -> None:
     with running() as service:
         measured = service.engine_thread.max_running
         assert 1 <= measured <= 32 and service.engine.scheduler.max_requests == measured  # type: ignore[union-attr]
-        assert service.engine_thread.max_queue == 64
+        assert service.client.facts.max_queue == 64
     with running(max_requests=3, max_queue=1) as service:
-        assert service.engine_thread.max_running == 3 and service.engine_thread.max_queue == 1
+        assert service.engine_thread.max_running == 3 and service.client.facts.max_queue == 1
 
 
 def test_sigterm_drains_and_exits_cleanly(tmp_path: Path) -> None:
@@ -394,8 +349,8 @@ def test_a_model_with_a_broken_chat_template_is_served_with_a_warning(
     working, tokenizer.chat_template = tokenizer.chat_template, "{% endfor %}"
     folder = save_model(tmp_path / "tiny", served_model(tokenizer.vocab_size), tokenizer)
     (tmp_path / "chat.jinja").write_text(str(working))
-    monkeypatch.setattr("shoestring.serve.http.server._log_to_stderr", lambda: None)
-    monkeypatch.setattr(Service, "run", lambda self: None)
+    monkeypatch.setattr("shoestring.serve.http.server.log_to_stderr", lambda: None)
+    monkeypatch.setattr(Service, "run", lambda self, on_started: on_started())
     with caplog.at_level("INFO", logger="shoestring.serve"):
         main(folder, ServeOptions(port=0, chat_template=tmp_path / "chat.jinja" if own else None))
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
@@ -405,7 +360,7 @@ def test_a_model_with_a_broken_chat_template_is_served_with_a_warning(
 
 
 def test_without_fastapi_the_command_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("server", "app"):
+    for name in ("server", "http_process", "http_server", "app"):
         monkeypatch.delitem(sys.modules, f"shoestring.serve.http.{name}")
     monkeypatch.setitem(sys.modules, "fastapi", None)
     with pytest.raises(UserError, match=r"fastapi.*pip install 'shoestring\[serve\]'"):

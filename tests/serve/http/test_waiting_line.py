@@ -74,7 +74,7 @@ def test_a_newcomer_is_served_while_another_client_fills_the_queue(drafter: str 
         ThreadPoolExecutor(6) as pool,
     ):
         asked = [pool.submit(ask, greedy, prompt=f"The {i}", seed=i, max_tokens=100) for i in range(6)]
-        wait_for(lambda: service.engine_thread.num_open == 6)
+        wait_for(lambda: service.client.num_open == 6)
         for _ in range(3):  # none waits for a text of 100 tokens
             before = service.engine.stats.num_steps
             assert ask(newcomer, prompt="I", max_tokens=1).status_code == 200
@@ -84,7 +84,7 @@ def test_a_newcomer_is_served_while_another_client_fills_the_queue(drafter: str 
         assert refused.status_code == 429 and "your part of the queue" in refused.json()["error"]["message"]
         assert service.engine.stats.num_preemptions >= 1
         assert [a.result().json()["choices"][0]["text"] for a in asked] == expected
-        wait_for(lambda: service.engine_thread.num_open == 0 and service.engine.cache.pool.num_used == 0)
+        wait_for(lambda: service.client.num_open == 0 and service.engine.cache.pool.num_used == 0)
 
 
 def test_a_text_that_gave_way_still_follows_its_grammar() -> None:
@@ -113,11 +113,11 @@ def test_a_text_that_gave_way_can_be_cancelled_and_expires() -> None:
         with httpx.Client(base_url=service.url, timeout=120) as first, ThreadPoolExecutor(4) as pool:
             long = {"prompt": "The", "max_tokens": 4000, "ignore_eos": True}
             mine = [pool.submit(first.post, TEXT, json=long) for _ in range(2)]
-            wait_for(lambda: service.engine_thread.snapshot.num_running == 2)
+            wait_for(lambda: service.client.snapshot.num_running == 2)
             transport = httpx.HTTPTransport(local_address="127.0.0.2")
             other = httpx.Client(base_url=service.url, timeout=0.5, transport=transport)
             with other, pytest.raises(httpx.ReadTimeout):
                 other.post(TEXT, json=long)  # runs beside one of the first client's; the other one waits
             assert service.engine.stats.num_preemptions >= 1
             assert {answer.result().status_code for answer in mine} <= {200, 408}
-        wait_for(lambda: service.engine_thread.num_open == 0 and service.engine.cache.pool.num_used == 0)
+        wait_for(lambda: service.client.num_open == 0 and service.engine.cache.pool.num_used == 0)

@@ -149,7 +149,7 @@ def test_the_playground_chats_streams_stops_and_shows_errors(browser: Browser, t
         browser.wait_for("document.querySelectorAll('.assistant:not(.writing)').length === 2")
         assert "stopped by you" in browser.run("document.querySelectorAll('.assistant .facts')[1].textContent")
         browser.wait_for("$('running').textContent === '0'")
-        assert service.engine_thread.num_open == 0
+        assert service.client.num_open == 0
         browser.wait_for("$('kv-text').textContent === '0%' && $('kv').value === 0")
         browser.wait_for(shows_acceptance(service))
 

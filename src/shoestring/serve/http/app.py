@@ -1,8 +1,8 @@
-"""The HTTP side: routes, keys, limits, streams. OpenAI's API over an `EngineThread`.
+"""The HTTP side: routes, keys, limits, streams. OpenAI's API over an `EngineClient`.
 
 A handler reads a body of bounded size in bounded time. Worker threads (request_workers.py) validate it
 (request_schema.py) and turn it into a `ParsedRequest` (request_parsing.py). The handler submits one `PendingChoice` per
-text (engine_thread.py) and writes the deltas that come back in OpenAI's form (responses.py). A task per request cancels
+text (engine_client.py) and writes the deltas that come back in OpenAI's form (responses.py). A task per request cancels
 its choices when the client disconnects.
 
 `RequestMiddleware` runs before every route: it checks the Host header and the API key, gives the request an id and
@@ -23,7 +23,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -38,17 +38,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from shoestring import __version__
 from shoestring.model.tokenizer import Tokenizer
 from shoestring.serve.engine.embedding import Pooling
-from shoestring.serve.engine.encoder import EncoderEngine
 from shoestring.serve.engine.logit_rules import SamplingWithRules
-from shoestring.serve.http.engine_thread import (
-    ChoiceDelta,
-    EmbeddingJob,
-    EngineThread,
-    OutputCollector,
-    PendingChoice,
-    deadline_error,
-)
-from shoestring.serve.http.grammar import Grammars
+from shoestring.serve.http.engine_client import EngineClient, OutputCollector
+from shoestring.serve.http.engine_messages import ChoiceDelta, EmbeddingJob, PendingChoice, deadline_error
+from shoestring.serve.http.grammar import GrammarCache
 from shoestring.serve.http.request_parsing import (
     Limits,
     ParsedRequest,
@@ -107,15 +100,13 @@ class ApiSettings:
 
 
 class Api:
-    def __init__(self, engine_thread: EngineThread, tokenizer: Tokenizer, settings: ApiSettings) -> None:
-        engine = engine_thread.engine
-        self.engine_thread, self.tokenizer, self.settings = engine_thread, tokenizer, settings
-        vocab = engine.vocab_size
-        eos_ids = tuple(t for t in sorted(engine.eos_ids) if t < vocab)
-        self.limits = Limits(vocab, engine.max_context, engine_thread.max_texts, eos_ids, tokenizer.spelling())
-        if isinstance(engine, EncoderEngine):
-            self.limits = replace(self.limits, causal=False)
-        self.grammars = Grammars(tokenizer, vocab, eos_ids)
+    def __init__(
+        self, engine: EngineClient, tokenizer: Tokenizer, grammars: GrammarCache, settings: ApiSettings
+    ) -> None:
+        facts = engine.facts
+        self.engine, self.tokenizer, self.grammars, self.settings = engine, tokenizer, grammars, settings
+        sizes = facts.vocab_size, facts.max_context, engine.max_texts
+        self.limits = Limits(*sizes, facts.eos_ids, tokenizer.spelling(), causal=facts.writes)
         template = tokenizer.tool_template
         self.tool_format = None
         if template is not None:
@@ -125,7 +116,7 @@ class Api:
         self._token_bytes = tokenizer.token_bytes
         self._watchers: set[asyncio.Task[None]] = set()
         # One client may hold a quarter of it: as many requests as it may have texts.
-        max_jobs = max(MAX_JOBS, 4 * engine_thread.max_texts)
+        max_jobs = max(MAX_JOBS, 4 * engine.max_texts)
         self.workers = RequestWorkers(min(settings.max_wait_s, settings.deadline_s), max_jobs)
         self._bodies_bytes = 0
 
@@ -214,16 +205,16 @@ class Api:
         async with self._body(request) as content:
             body = await self._work(request, len(content), lambda: validated(EmbeddingBody, read_json(content)))
             self._check_model(body.model)
-            asked = (self.tokenizer, self.limits, self.settings.pooling, self.engine_thread.engine.d_model)
+            asked = (self.tokenizer, self.limits, self.settings.pooling, self.engine.facts.d_model)
             parsed = await self._work(request, len(content), lambda: parse_embedding(body, *asked))
         collector, note = OutputCollector(), request.scope["shoestring"]
         choice = PendingChoice(
-            *([], SamplingWithRules(), collector, 0, time.monotonic() + self.settings.deadline_s),
+            *([], SamplingWithRules(), time.monotonic() + self.settings.deadline_s),
             embedding=EmbeddingJob(parsed.texts, parsed.pooling),
             client=note["client"],
             arrived=note["arrived"],
         )
-        self.engine_thread.submit([choice])
+        self.engine.submit([choice], collector)
         self._cancel_on_disconnect(request, collector, [choice])
         unread = await collector.take()
         if unread is None:
@@ -262,14 +253,14 @@ class Api:
         arrived = request.scope["shoestring"]["arrived"]
         choices = [
             PendingChoice(
-                *(parsed.prompts[i // parsed.n], sampling, collector, i, deadline, score, parsed.no_new_tokens),
+                *(parsed.prompts[i // parsed.n], sampling, deadline, score, parsed.no_new_tokens),
                 client=request.scope["shoestring"]["client"],
                 arrived=arrived,
             )
             for i, sampling in enumerate(parsed.samplings)
         ]
         request.scope["shoestring"]["response"] = collected
-        self.engine_thread.submit(choices)
+        self.engine.submit(choices, collector)
         self._cancel_on_disconnect(request, collector, choices)
         if parsed.stream:
             headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -285,7 +276,7 @@ class Api:
                         raise delta.error
                     response.add(index, delta)
         finally:
-            self.engine_thread.cancel(choices)
+            self.engine.cancel(choices)
         if response.size <= RENDERED_INLINE:
             return JSONResponse(response.whole())
         text = await self._work(request, response.size, lambda: written(response.whole()).encode(), "render")
@@ -334,7 +325,7 @@ class Api:
             yield response.error_chunks(ApiError(500, "internal error; the server's log says more"))[0]
         finally:
             timer.cancel()
-            self.engine_thread.cancel(choices)
+            self.engine.cancel(choices)
 
     def _cancel_on_disconnect(self, request: Request, collector: OutputCollector, choices: list[PendingChoice]) -> None:
         """Cancel the choices when the client disconnects. An engine that is stuck in a step does not keep the deadline;
@@ -344,11 +335,11 @@ class Api:
         async def watch() -> None:
             await asyncio.wait({gone}, timeout=choices[0].deadline + LATE_S - time.monotonic())
             if gone.done():
-                self.engine_thread.cancel(choices)
+                self.engine.cancel(choices)
                 collector.close()
                 return
-            for choice in choices:
-                collector.put(choice.index, ChoiceDelta(error=deadline_error(choice)))
+            for index, choice in enumerate(choices):
+                collector.put(index, ChoiceDelta(error=deadline_error(choice)))
 
         self._keep(watch())
 
@@ -399,7 +390,7 @@ class Api:
         return JSONResponse(self._model_card())
 
     def _model_card(self) -> dict[str, Any]:
-        version = self.engine_thread.engine.version
+        version = self.engine.snapshot.version
         weights = {} if version is None else {"weights": {"version": str(version), **asdict(version)}}
         return {
             "id": self.settings.model_name,
@@ -412,32 +403,32 @@ class Api:
 
     async def health(self) -> Response:
         """200 while requests are answered; 503 while draining, or when the engine has died."""
-        if not self.engine_thread.alive:
+        if not self.engine.alive:
             return JSONResponse({"status": "dead"}, 503)
-        if (closed := self.engine_thread.closed) is not None:
+        if (closed := self.engine.closed) is not None:
             return JSONResponse({"status": closed.code or "closed", "reason": str(closed)}, 503)
-        if (seconds := self.engine_thread.seconds_in_step) > self.settings.deadline_s:
+        if (seconds := self.engine.seconds_in_step) > self.settings.deadline_s:
             return JSONResponse({"status": "stuck", "reason": f"a step takes {seconds:.0f} s already"}, 503)
         return JSONResponse({"status": "ok"})
 
     async def metrics(self, request: Request) -> Response:
         """Metrics for Prometheus."""
         client = request.scope["shoestring"]["client"]
-        text = await self.workers.run("render", client, 0, self.engine_thread.metrics.render)  # some milliseconds
+        text = await self.workers.run("render", client, 0, self.engine.port.metrics_text)
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def stats(self) -> Response:
         """The state that the playground shows, as JSON."""
-        snapshot = self.engine_thread.snapshot
-        busy = self.engine_thread.num_open > 0
+        snapshot, facts = self.engine.snapshot, self.engine.facts
+        busy = self.engine.num_open > 0
         return JSONResponse(
             {
                 "model": self.settings.model_name,
-                "drafter": self.engine_thread.engine.drafter is not None,
+                "drafter": snapshot.drafts,
                 "chat": self.tokenizer.chat_template is not None,
                 "max_context": self.limits.max_context,
-                "max_running": self.engine_thread.max_running,
-                "max_queue": self.engine_thread.max_queue,
+                "max_running": facts.max_running,
+                "max_queue": facts.max_queue,
                 "num_running": snapshot.num_running,
                 "num_waiting": snapshot.num_waiting,
                 "kv_usage": snapshot.kv_usage,
@@ -537,7 +528,7 @@ class Api:
             )
 
     def _check_writes(self) -> None:
-        if isinstance(self.engine_thread.engine, EncoderEngine):
+        if not self.engine.facts.writes:
             raise ApiError(400, "this model is an encoder: it computes embeddings (/v1/embeddings) and writes no text")
 
     def _check_model(self, name: str | None) -> None:

@@ -1,277 +1,53 @@
 """The thread that owns the engine: how requests get in and tokens get out.
 
 The engine is not thread-safe, so only this thread calls it. One turn of its loop: read the inbox, let texts into the
-engine, step it, hand out the outputs. Texts wait in a `WaitingLine`, so that clients share the engine fairly. Other
-threads send messages through the inbox; the thread answers through the `OutputCollector` of each client, on that
-client's event loop.
-
-A collector keeps what its reader has not taken yet and hands it over merged, one `ChoiceDelta` per choice. A client
-that does not read therefore never stalls the others and never holds more than its own text. One turn hands over a
-bounded number of tokens, because writing them out happens on the event loop.
-
-The event loop and this thread share one interpreter: while one writes events, the other does not step. `Delivery`
-therefore wakes all readers of a step together, and lets the loop rest after a round for a multiple of the time that it
-took. With few streams a round is shorter than a step and every token is an event of its own; with hundreds of streams
-an event carries the tokens of a few steps, and the engine keeps most of its speed (benchmarks/serve_saturation.py).
+engine, step it, report the outputs. Texts wait in a `WaitingLine`, so that clients share the engine fairly. Other
+threads send messages through the inbox (`post`); `on_report` gets what came of a turn, all texts together, and passes
+it on to the HTTP side (engine_client.py), which may be another process (http_process.py).
 
 The engine ends requests at their deadline; texts that wait to be scored or to enter the engine are checked here. A step
-that raises leaves the engine in an unknown state: every request gets an error, the thread ends, `alive` turns False and
-nothing is accepted any more. A step that never returns holds this thread, so `abort_all` reaches the clients without
-it, `seconds_in_step` tells others, and app.py checks deadlines once more.
+that raises leaves the engine in an unknown state: every request gets an error, the thread ends, and its last report
+closes the HTTP side. A step that never returns holds this thread: then the HTTP side keeps the deadlines.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 import queue
-import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import chain
-from typing import Literal, NamedTuple
-from weakref import WeakKeyDictionary
+from typing import Literal
 
 import torch
-from torch import Tensor
 
 from shoestring.errors import UserError, lost_peer
-from shoestring.serve.engine.embedding import Pooling, embedding_batches
+from shoestring.serve.engine.embedding import embedding_batches
 from shoestring.serve.engine.encoder import EncoderEngine
 from shoestring.serve.engine.engine import Engine, Output, Request, UpdateRefused
-from shoestring.serve.engine.logit_rules import GrammarLimitExceeded, SamplingWithRules, TokenLogprob
+from shoestring.serve.engine.logit_rules import GrammarLimitExceeded
 from shoestring.serve.engine.request import NonFiniteLogits
 from shoestring.serve.engine.weight_update import PreparedWeights, WeightTarget
+from shoestring.serve.http.engine_messages import (
+    ChoiceDelta,
+    EmbeddingJob,
+    EngineFacts,
+    EngineSnapshot,
+    Message,
+    PendingChoice,
+    Report,
+    deadline_error,
+)
 from shoestring.serve.http.metrics import Metrics
 from shoestring.serve.http.request_schema import ApiError
 from shoestring.serve.http.waiting_line import WaitingLine, who_gives_way
 from shoestring.state.reshard.version import WeightsVersion
 
-OTHERS_SHARE = 4  # a 4th of the queue is kept for other clients than the one that fills it
 log = logging.getLogger("shoestring.serve")
-
-
-class ChoiceDelta(NamedTuple):  # made for every token: a frozen dataclass takes three times as long
-    """What is new for one choice since it was last read."""
-
-    text: str = ""
-    token_ids: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprob, ...] = ()
-    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
-    finish_reason: str | None = None
-    num_cached: int = 0
-    error: ApiError | None = None
-    drafted: tuple[bool, ...] = ()  # for each token, whether it was an accepted draft
-    vectors_ND: Tensor | None = None  # the embeddings of a request
-    # At the end, where weights may change: (weights, the first token that they wrote).
-    versions: tuple[tuple[str, int], ...] = ()
-
-    @property
-    def size(self) -> int:
-        """Entries to write: tokens, and their log-probabilities with alternatives."""
-        if not self.logprobs and self.prompt_logprobs is None:
-            return 1 + len(self.token_ids)
-        scored = [entry for entry in (*self.logprobs, *(self.prompt_logprobs or ())) if entry is not None]
-        return 1 + len(self.token_ids) + sum(1 + len(entry.top) for entry in scored)
-
-
-def merged(parts: Sequence[ChoiceDelta | Output]) -> ChoiceDelta:
-    """Consecutive parts of one choice as one."""
-    if len(parts) == 1 and isinstance(parts[0], ChoiceDelta):
-        return parts[0]
-    deltas = [part for part in parts if isinstance(part, ChoiceDelta)]
-    outputs = [part for part in parts if isinstance(part, Output)]
-    found = ChoiceDelta(
-        "".join([part.text for part in parts]),
-        tuple(chain.from_iterable([part.token_ids for part in parts])),
-        num_cached=outputs[-1].request.num_cached if outputs else 0,
-        drafted=tuple(chain.from_iterable([part.drafted for part in parts])),
-    )
-    if not deltas:
-        return found
-    return found._replace(
-        logprobs=tuple(chain.from_iterable(d.logprobs for d in deltas)),
-        prompt_logprobs=next((d.prompt_logprobs for d in reversed(deltas) if d.prompt_logprobs is not None), None),
-        finish_reason=next((d.finish_reason for d in reversed(deltas) if d.finish_reason), None),
-        num_cached=max(found.num_cached, *(d.num_cached for d in deltas)),
-        error=next((d.error for d in reversed(deltas) if d.error), None),
-        vectors_ND=next((d.vectors_ND for d in deltas if d.vectors_ND is not None), None),
-        versions=next((d.versions for d in reversed(deltas) if d.versions), ()),
-    )
-
-
-TAKE_SIZE = 4096  # entries that a reader gets at once, beside the first delta
-REST = 10.0  # the event loop writes for a tenth of the time; it holds up the engine meanwhile
-MOST_REST_S = 0.05  # a reader may notice more
-SWITCH_S = 0.0005  # Python's own 5 ms are longer than a step: so long would each thread wait for the other
-
-
-class OutputCollector:
-    """Written by the engine's thread, read by one coroutine. Both ends of a deque may be used at once: no lock. The
-    reader is woken after a delta is stored, so what it misses in one turn comes in the next."""
-
-    def __init__(self) -> None:
-        self.loop = asyncio.get_running_loop()
-        self._filled = asyncio.Event()
-        self._unread: deque[tuple[int, ChoiceDelta | Output]] = deque()
-        self._closed = self._reminded = False
-
-    def put(self, index: int, delta: ChoiceDelta) -> None:
-        """Hand over at once."""
-        self.store(index, delta)
-        self._wake()
-
-    def store(self, index: int, part: ChoiceDelta | Output) -> None:
-        """Without waking the reader: `fill` does. A part may be what the engine gave: it is made a delta when it is
-        taken, with all that have come by then."""
-        self._unread.append((index, part))
-
-    def fill(self) -> None:
-        """Wake the reader; on its event loop."""
-        self._filled.set()
-
-    def remind(self) -> None:
-        """Wake the reader with an empty hand: `take` returns {}; on its event loop."""
-        self._reminded = True
-        self._filled.set()
-
-    def close(self) -> None:
-        """The reader is gone or must stop: `take` returns None from now on."""
-        self._closed = True
-        self._wake()
-
-    async def take(self) -> dict[int, ChoiceDelta] | None:
-        """What is unread, by choice, up to TAKE_SIZE; waits for something."""
-        await self._filled.wait()
-        while not (self._unread or self._closed or self._reminded):  # woken twice for the same
-            self._filled.clear()
-            await self._filled.wait()
-        self._reminded = False
-        taken: dict[int, list[ChoiceDelta | Output]] = {}
-        size = 0
-        while self._unread and size < TAKE_SIZE:
-            index, part = self._unread.popleft()
-            taken.setdefault(index, []).append(part)
-            size += part.size if isinstance(part, ChoiceDelta) else 1 + len(part.token_ids)
-        if not self._unread:
-            self._filled.clear()
-        if self._closed:
-            return None
-        if size >= TAKE_SIZE:
-            await asyncio.sleep(0)  # other clients' turn
-        return {index: merged(parts) for index, parts in taken.items()}
-
-    def _wake(self) -> None:
-        with suppress(RuntimeError):  # the event loop has ended, and with it the reader
-            self.loop.call_soon_threadsafe(self._filled.set)
-
-
-class Delivery:
-    """Wakes the readers of one event loop, in rounds."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, clock: Callable[[], float] = time.monotonic) -> None:
-        self._loop, self._clock = loop, clock
-        self._lock = threading.Lock()
-        self._filled: dict[OutputCollector, None] = {}  # of the next round
-        self._scheduled = False
-        self._next = 0.0  # no round before
-
-    def wake(self, collectors: Iterable[OutputCollector]) -> None:
-        """From the engine's thread, after a step."""
-        with self._lock:
-            self._filled.update(dict.fromkeys(collectors))
-            if self._scheduled or not self._filled:
-                return
-            self._scheduled = True
-        with suppress(RuntimeError):  # the event loop has ended, and with it the readers
-            self._loop.call_soon_threadsafe(self._schedule)
-
-    def _schedule(self) -> None:
-        wait = self._next - self._clock()
-        if wait > 0:
-            self._loop.call_later(wait, self._round)
-        else:
-            self._round()
-
-    def _round(self) -> None:
-        with self._lock:
-            filled, self._filled = self._filled, {}
-        began = self._clock()
-        for collector in filled:
-            collector.fill()
-        self._loop.call_soon(self._written, began)  # behind the readers, who have just been scheduled
-
-    def _written(self, began: float) -> None:
-        now = self._clock()
-        self._next = now + min(REST * (now - began), MOST_REST_S)
-        with self._lock:
-            self._scheduled = bool(self._filled)
-            more = self._scheduled
-        if more:
-            self._schedule()
-
-
-@dataclass(eq=False)
-class EmbeddingJob:
-    """The texts of one request for embeddings, and the vectors that are there already."""
-
-    texts: list[list[int]]
-    pooling: Pooling
-    batches: list[list[int]] = field(default_factory=list)  # left to compute; which texts together
-    vectors: dict[int, Tensor] = field(default_factory=dict)  # by number of the text
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(map(len, self.texts))
-
-
-@dataclass(eq=False)
-class PendingChoice:
-    """One choice of one client's request, from its arrival to its last token."""
-
-    prompt: list[int]  # checked against vocabulary and context (request_parsing.py)
-    sampling: SamplingWithRules
-    collector: OutputCollector
-    index: int
-    deadline: float = math.inf  # on the engine's clock, time.monotonic
-    score_prompt: int | None = None  # log-probabilities of the prompt, with this many alternatives
-    no_new_tokens: bool = False  # a Sampling cannot say max_tokens=0
-    embedding: EmbeddingJob | None = None  # instead of a text
-    client: str = ""  # with whom it shares its part of the engine
-    # When its body had been read, when it was first scheduled, when its first and its latest tokens were handed out.
-    arrived: float = field(default_factory=time.monotonic)
-    started: float | None = None
-    first_token: float | None = None
-    last_token: float = 0.0
-    request: Request | None = field(default=None, repr=False)
-    num_sent: int = 0
-    done: bool = False
-
-    @property
-    def num_prompt(self) -> int:
-        return len(self.prompt) if self.embedding is None else self.embedding.num_tokens
-
-
-@dataclass(frozen=True)
-class EngineSnapshot:
-    """Load and counters after the latest step."""
-
-    num_running: int = 0
-    num_waiting: int = 0
-    kv_usage: float = 0.0
-    num_prompt_tokens: int = 0
-    num_new_tokens: int = 0
-    num_drafted: int = 0
-    num_accepted: int = 0
-    tokens_per_s: float = 0.0
-
-
-Message = tuple[Literal["add", "cancel", "abort", "stop", "update"], Sequence[PendingChoice], ApiError | None]
 OnUpdate = Literal["drain", "recompute"]
 
 
@@ -295,7 +71,6 @@ class EngineThread:
         metrics: Metrics,
         *,
         max_running: int,
-        max_queue: int,
         on_update: OnUpdate = "drain",
         update_wait_s: float = 30.0,
     ) -> None:
@@ -306,22 +81,19 @@ class EngineThread:
         self._update: WeightUpdate | None = None
         self._updates: queue.SimpleQueue[WeightUpdate] = queue.SimpleQueue()
         self._announced: queue.SimpleQueue[int] = queue.SimpleQueue()  # steps that are being pulled
-        self.max_running, self.max_queue = max_running, max_queue
-        self.snapshot = EngineSnapshot()
+        self.max_running = max_running
+        self.on_report: Callable[[Report], None] = lambda report: None
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._known: dict[int, PendingChoice] = {}  # by their own ids; not done
         self._choices: dict[int, PendingChoice] = {}  # by the engine's request id
         self._to_score: WaitingLine[PendingChoice] = WaitingLine()
         self._score_from = 0.0  # not before, while texts are computed
         self._scored: PendingChoice | None = None  # its prompt is being scored
         self._stopping = False
         self._line: WaitingLine[PendingChoice] = WaitingLine()
-        self._outputs: list[tuple[PendingChoice, ChoiceDelta | Output]] = []
-        self._deliveries: WeakKeyDictionary[asyncio.AbstractEventLoop, Delivery] = WeakKeyDictionary()
-        self._lock = threading.Lock()  # guards _open, _num_open_of and _closed
-        self._open: set[PendingChoice] = set()  # submitted and not done
-        self._num_open_of: Counter[str] = Counter()  # by client
+        self._report = Report()  # of this turn, so far
+        self._in_parts: set[int] = set()  # choices in its parts
         self._step_began: float | None = None  # None: waits for something to do
-        self._closed: ApiError | None = None
         self._seconds_per_choice = 1.0  # moving average, for Retry-After
         self._rate = _Rate()
         self._num_prompt_tokens = 0
@@ -336,59 +108,30 @@ class EngineThread:
         return self._thread.is_alive()
 
     @property
-    def num_open(self) -> int:
-        return len(self._open)
-
-    @property
     def seconds_in_step(self) -> float:
         """How long the step that is computed now has taken; 0 between steps."""
         began = self._step_began
         return 0.0 if began is None else time.monotonic() - began
 
-    @property
-    def closed(self) -> ApiError | None:
-        """Why nothing new is accepted, if so."""
-        return self._closed
+    def facts(self, max_queue: int) -> EngineFacts:
+        engine = self.engine
+        eos_ids = tuple(t for t in sorted(engine.eos_ids) if t < engine.vocab_size)
+        sizes = engine.vocab_size, engine.max_context, engine.d_model
+        return EngineFacts(*sizes, eos_ids, isinstance(engine, Engine), self.max_running, max_queue)
 
-    @property
-    def max_texts(self) -> int:
-        """Open texts of one client: a part of the queue is kept for the others."""
-        return self.max_running + self.max_queue - self.max_queue // OTHERS_SHARE
+    def post(self, message: Message) -> None:
+        self._inbox.put(message)
 
-    def submit(self, choices: Sequence[PendingChoice]) -> None:
-        """Take all of them or none; a full queue is a 429, a closed one a 503. All are of one client."""
-        room = self.max_running + self.max_queue
-        with self._lock:
-            if self._closed is not None:
-                raise self._closed.with_traceback(None)
-            if len(choices) > self.max_texts:
-                raise ApiError(
-                    400,
-                    f"this request asks for {len(choices)} texts at once; the server takes at most {self.max_texts}",
-                )
-            own = self._num_open_of[choices[0].client]
-            full = None
-            if self.num_open + len(choices) > room:
-                full = f"the queue is full ({self.num_open} texts, at most {room})"
-            elif own + len(choices) > self.max_texts:
-                full = f"your part of the queue is full ({own} texts, at most {self.max_texts})"
-            if full is not None:
-                self.metrics.rejected.inc()
-                wait = self._seconds_per_choice * max(1, self.num_open - self.max_running) / self.max_running
-                raise ApiError(
-                    429,
-                    f"{full}; try again later",
-                    code="queue_full",
-                    headers={"Retry-After": str(min(60, max(1, math.ceil(wait))))},
-                )
-            self._open.update(choices)
-            self._num_open_of[choices[0].client] += len(choices)
-        self._inbox.put(("add", list(choices), None))
+    def count_rejected(self) -> None:
+        self.metrics.rejected.inc()
+
+    def metrics_text(self) -> bytes:
+        return self.metrics.render()
 
     def announce_weights(self, step: int) -> None:
         """The weights of this step are about to be pulled."""
         self._announced.put(step)
-        self._inbox.put(("update", (), None))
+        self.post(("update", None))
 
     def serves(self, target: WeightTarget) -> bool:
         """Whether these are weights of the model itself, not of its draft model."""
@@ -400,7 +143,7 @@ class EngineThread:
         wait_s = self._update_wait_s if drains else 0.0
         update = WeightUpdate(target, values, version, self.engine.clock() + wait_s)
         self._updates.put(update)
-        self._inbox.put(("update", (), None))
+        self.post(("update", None))
         while not update.done.wait(1.0):
             if not self.alive:
                 raise UserError("the engine has stopped")
@@ -408,33 +151,18 @@ class EngineThread:
             raise update.error
         return update.stall_s
 
-    def cancel(self, choices: Sequence[PendingChoice]) -> None:
-        """The client has left. Memory is free before the next step; finished choices are left alone."""
-        if any(not choice.done for choice in choices):
-            self._inbox.put(("cancel", list(choices), None))
-
-    def close(self, reason: ApiError) -> None:
-        """Accept nothing new; running choices continue."""
-        with self._lock:
-            self._closed = self._closed or reason
-
-    def abort_all(self, reason: ApiError) -> None:
-        """End every text. Clients are told at once, the engine when its step ends."""
-        with self._lock:
-            told = list(self._open)
-        for choice in told:
-            choice.collector.put(choice.index, ChoiceDelta(error=reason))
-        self._inbox.put(("abort", (), reason))
+    def give_up(self, reason: ApiError) -> None:
+        """End every text, though a step may never end: readers are told at once."""
+        self.on_report(Report(snapshot=self.snapshot(), closed=reason))
+        self.post(("abort", reason))
 
     def stop(self, timeout: float = 10.0) -> None:
-        self._inbox.put(("stop", (), None))
+        self.post(("stop", None))
         if self._thread.ident is not None:
             self._thread.join(timeout)
 
     # -- the thread -----------------------------------------------------------------------------------------
     def _run(self) -> None:
-        usual = sys.getswitchinterval()
-        sys.setswitchinterval(min(usual, SWITCH_S))
         try:
             if self.engine.runner.device.index is not None:
                 torch.cuda.set_device(self.engine.runner.device)  # the current GPU is a property of each thread
@@ -461,10 +189,9 @@ class EngineThread:
             else:
                 log.exception("the engine loop ended because a step failed")
         finally:
-            sys.setswitchinterval(usual)
             self._step_began = None
             gone = ApiError(503, "the engine has stopped; the server must be restarted", code="engine_dead")
-            self.close(gone)
+            self._report.closed, self._report.dead = gone, True
             self._abort_all(gone)
 
     def _update_engine(self) -> None:
@@ -501,19 +228,20 @@ class EngineThread:
         wait = wait and not (self.engine.busy or self._to_score or self._line or self._update)
         while True:
             try:
-                kind, choices, reason = self._inbox.get(block=wait)
+                message = self._inbox.get(block=wait)
             except queue.Empty:
                 return True
             wait = False
-            if kind == "stop":
+            if message[0] == "stop":
                 return False
-            if kind == "abort":
-                assert reason is not None
-                self._abort_all(reason)
-            for choice in choices:
-                if kind == "add":
+            if message[0] == "abort":
+                self._abort_all(message[1])
+            elif message[0] == "add":
+                self._known |= {choice.id: choice for choice in message[1]}
+                for choice in message[1]:
                     self._add(choice)
-                else:
+            elif message[0] == "cancel":
+                for choice in [self._known[number] for number in message[1] if number in self._known]:
                     self._drop(choice, "abort")
 
     def _add(self, choice: PendingChoice) -> None:
@@ -569,25 +297,26 @@ class EngineThread:
         assert choice.score_prompt is not None
         self._start(choice, self.engine.clock())
         parts = self.engine.runner.prompt_logprob_parts(choice.prompt, choice.score_prompt, self.engine.chunk)
-        scored: list[TokenLogprob | None] = []
-        while len(scored) < len(choice.prompt):
-            if scored:
+        num_scored = 0
+        while num_scored < len(choice.prompt):
+            if num_scored:
                 self._turn_between_parts()
                 if choice.done or self._stopping:
                     return
             began = time.monotonic()
             try:
-                scored += next(parts)
+                scored = next(parts)
             except Exception:  # the engine's state is untouched: other requests continue
                 log.exception("log-probabilities of a prompt failed")
                 self._fail(choice, ApiError(500, "computing the prompt's log-probabilities failed"))
                 return
             self._score_from = 2 * time.monotonic() - began
-        bad = next((i for i, entry in enumerate(scored) if entry is not None and math.isnan(entry.logprob)), None)
-        if bad is not None:
-            self._fail(choice, _engine_error(NonFiniteLogits(bad)))
-            return
-        self._emit(choice, ChoiceDelta(prompt_logprobs=tuple(scored)))
+            bad = next((i for i, entry in enumerate(scored) if entry is not None and math.isnan(entry.logprob)), None)
+            if bad is not None:
+                self._fail(choice, _engine_error(NonFiniteLogits(num_scored + bad)))
+                return
+            self._emit(choice, ChoiceDelta(prompt_logprobs=tuple(scored)))
+            num_scored += len(scored)
         choice.score_prompt = None
         self._add(choice)
 
@@ -640,6 +369,7 @@ class EngineThread:
                 self._start(choice, choice.request.scheduled_at)
         gaps: Counter[float] = Counter()  # most texts of a step have waited for the same time
         num_tokens = 0
+        ids, texts, tokens = self._report.pieces
         for output in outputs:
             choice = self._choices[output.request.id]
             reason = output.finish_reason
@@ -650,9 +380,13 @@ class EngineThread:
                 self._fail(choice, _engine_error(output.request.error))
                 continue
             num = len(output.token_ids)
-            part: ChoiceDelta | Output = output
             logprobs = choice.sampling.history.logprobs
-            if logprobs or reason is not None:
+            plain = num == 1 and reason is None and not (output.num_accepted or logprobs)
+            if plain and choice.id not in self._in_parts:
+                ids.append(choice.id)
+                texts.append(output.text)
+                tokens.append(output.token_ids[0])
+            else:
                 part = ChoiceDelta(
                     output.text,
                     tuple(output.token_ids),
@@ -662,6 +396,7 @@ class EngineThread:
                     drafted=output.drafted,
                     versions=() if reason is None or self.engine.version is None else _named(output.request),
                 )
+                self._emit(choice, part)
             choice.num_sent += num
             num_tokens += num
             if num and choice.first_token is None:
@@ -669,7 +404,6 @@ class EngineThread:
             elif num:
                 gaps[(now - choice.last_token) / num] += num
                 choice.last_token = now
-            self._outputs.append((choice, part))
             if reason is not None:
                 self._close_choice(choice, reason)
         if num_tokens:
@@ -722,12 +456,8 @@ class EngineThread:
         choice.done = True
         if choice.request is not None:
             self._choices.pop(choice.request.id, None)
-        with self._lock:
-            if choice in self._open:
-                self._open.remove(choice)
-                self._num_open_of[choice.client] -= 1
-                if not self._num_open_of[choice.client]:
-                    del self._num_open_of[choice.client]
+        self._known.pop(choice.id, None)
+        self._report.ended.append(choice.id)
         self._seconds_per_choice += 0.1 * (now - (choice.started or now) - self._seconds_per_choice)
         self.metrics.count_finished(reason)
         self.metrics.text_length.observe(choice.num_sent)
@@ -737,17 +467,17 @@ class EngineThread:
             self.metrics.decode_time.observe(choice.last_token - choice.first_token)
 
     def _abort_all(self, reason: ApiError) -> None:
-        stops = False
-        while True:  # also those still in the inbox
-            try:
-                kind, choices, _ = self._inbox.get_nowait()
-            except queue.Empty:
-                break
-            stops = stops or kind == "stop"
-            for choice in choices if kind == "add" else ():
-                self._fail(choice, reason)
-        if stops:  # not this message's to answer
-            self._inbox.put(("stop", (), None))
+        others: list[Message] = []
+        with suppress(queue.Empty):
+            while True:  # also those still in the inbox
+                message = self._inbox.get_nowait()
+                if message[0] == "add":
+                    for choice in message[1]:
+                        self._fail(choice, reason)
+                elif message[0] == "stop":  # not this message's to answer
+                    others.append(message)
+        for message in others:
+            self.post(message)
         for choice in (*self._choices.values(), *self._outside):
             try:
                 self._fail(choice, reason)
@@ -756,12 +486,12 @@ class EngineThread:
         self._publish()
 
     def _emit(self, choice: PendingChoice, delta: ChoiceDelta) -> None:
-        self._outputs.append((choice, delta))
+        self._report.parts.append((choice.id, delta))
+        self._in_parts.add(choice.id)
 
-    def _publish(self) -> None:
-        """Update snapshot and metrics before outputs are sent: a client that has its answer finds it counted."""
+    def snapshot(self) -> EngineSnapshot:
         stats = self.engine.stats
-        self.snapshot = EngineSnapshot(
+        return EngineSnapshot(
             num_running=len(self.engine.running),
             num_waiting=len(self.engine.waiting) + len(self._to_score) + len(self._line),
             kv_usage=kv_usage(self.engine),
@@ -770,34 +500,25 @@ class EngineThread:
             num_drafted=stats.num_drafted,
             num_accepted=stats.num_accepted,
             tokens_per_s=self._rate.per_second(self.engine.clock()),
+            seconds_per_choice=self._seconds_per_choice,
+            drafts=self.engine.drafter is not None,
+            version=self.engine.version,
         )
-        self.metrics.count_stats(stats)
-        self.metrics.num_running.set(self.snapshot.num_running)
-        self.metrics.num_waiting.set(self.snapshot.num_waiting)
-        self.metrics.kv_usage.set(self.snapshot.kv_usage)
-        outputs, self._outputs = self._outputs, []
-        by_loop: dict[asyncio.AbstractEventLoop, list[OutputCollector]] = {}
-        for choice, part in outputs:
-            collector = choice.collector
-            collector.store(choice.index, part)
-            by_loop.setdefault(collector.loop, []).append(collector)
-        for loop, collectors in by_loop.items():
-            if loop not in self._deliveries:
-                self._deliveries[loop] = Delivery(loop)
-            self._deliveries[loop].wake(collectors)
+
+    def _publish(self) -> None:
+        """Update the metrics before outputs are sent: a client that has its answer finds it counted."""
+        report, self._report = self._report, Report()
+        self._in_parts.clear()
+        report.snapshot = now = self.snapshot()
+        self.metrics.count_stats(self.engine.stats)
+        self.metrics.num_running.set(now.num_running)
+        self.metrics.num_waiting.set(now.num_waiting)
+        self.metrics.kv_usage.set(now.kv_usage)
+        self.on_report(report)
 
 
 def _named(request: Request) -> tuple[tuple[str, int], ...]:
     return tuple(("as loaded" if version is None else str(version), first) for version, first in request.versions)
-
-
-def deadline_error(choice: PendingChoice) -> ApiError:
-    return ApiError(
-        408,
-        f"the request was not finished within {choice.deadline - choice.arrived:.0f} seconds",
-        code="deadline_exceeded",
-        headers={"x-should-retry": "false"},
-    )
 
 
 def _engine_error(error: UserError | None) -> ApiError:

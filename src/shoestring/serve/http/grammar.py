@@ -24,6 +24,7 @@ import os
 import queue
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -36,7 +37,7 @@ import torch
 from torch import Tensor
 
 from shoestring.model.tokenizer import Tokenizer
-from shoestring.serve.engine.logit_rules import GrammarLimitExceeded
+from shoestring.serve.engine.logit_rules import Grammar, GrammarLimitExceeded
 from shoestring.serve.http.request_schema import ApiError, ToolRequest
 from shoestring.serve.http.tool_calls import ToolFormat, call_grammar
 
@@ -60,7 +61,7 @@ NUM_COMPILED = 32  # schemas that are kept: most clients send the same one again
 NUM_MASK_THREADS = max(1, min(4, (os.cpu_count() or 1) // 4))
 
 Made = TypeVar("Made")
-MakeGrammar = Callable[[], "JsonGrammar"]
+MakeGrammar = Callable[[], Grammar]
 
 
 @dataclass(frozen=True)
@@ -75,15 +76,16 @@ class GrammarSource:
         return "tools" if self.lark else "response_format"
 
 
-class Grammars:
-    """Makes grammars for one tokenizer; its table of the vocabulary is built when first needed (~1 s)."""
+class GrammarCache(ABC):
+    """The grammars compiled last, and the errors of those that cannot be."""
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int]) -> None:
-        self._tokenizer, self._vocab_size, self._eos_ids = tokenizer, vocab_size, list(eos_ids)
-        self._table: Any = None
+    def __init__(self) -> None:
         self._lock = threading.Lock()  # guards _compiled
         self._compiled: OrderedDict[GrammarSource, MakeGrammar | ApiError] = OrderedDict()  # least recently used first
-        self._mask_threads = PriorityThreads("shoestring-mask", NUM_MASK_THREADS)
+
+    @abstractmethod
+    def compile(self, source: GrammarSource) -> MakeGrammar | ApiError:
+        """What makes a grammar per text, or why there is none."""
 
     def must_compile(self, source: GrammarSource | None) -> bool:
         """Whether `of` would take a while."""
@@ -97,7 +99,7 @@ class Grammars:
         with self._lock:
             found = self._compiled.get(source)
         if found is None:
-            found = self._compile(source)
+            found = self.compile(source)
         with self._lock:
             self._compiled[source] = found
             self._compiled.move_to_end(source)
@@ -107,7 +109,17 @@ class Grammars:
             raise found.with_traceback(None)
         return found
 
-    def _compile(self, source: GrammarSource) -> MakeGrammar | ApiError:
+
+class Grammars(GrammarCache):
+    """Makes grammars for one tokenizer; its table of the vocabulary is built when first needed (~1 s)."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int]) -> None:
+        super().__init__()
+        self._tokenizer, self._vocab_size, self._eos_ids = tokenizer, vocab_size, list(eos_ids)
+        self._table: Any = None
+        self._mask_threads = PriorityThreads("shoestring-mask", NUM_MASK_THREADS)
+
+    def compile(self, source: GrammarSource) -> MakeGrammar | ApiError:
         """The first mask, often the slowest, is computed here, for all texts of the schema."""
         refused = partial(_refused, param=source.param)
         try:

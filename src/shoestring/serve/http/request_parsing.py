@@ -18,7 +18,7 @@ from shoestring.model.tokenizer import Spelling, Tokenizer
 from shoestring.serve.engine.embedding import Pooling
 from shoestring.serve.engine.engine import check_prompt
 from shoestring.serve.engine.logit_rules import Grammar, LogitRules, SamplingWithRules, TokenHistory
-from shoestring.serve.http.grammar import Grammars, GrammarSource, tool_grammar, wanted_schema
+from shoestring.serve.http.grammar import GrammarCache, GrammarSource, tool_grammar, wanted_schema
 from shoestring.serve.http.request_schema import (
     ApiError,
     Body,
@@ -152,7 +152,7 @@ def parse_chat(
     body: ChatBody,
     tokenizer: Tokenizer,
     limits: Limits,
-    grammars: Grammars,
+    grammars: GrammarCache,
     tools: ToolUse | None = None,
     source: GrammarSource | None = None,
 ) -> ParsedRequest:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from shoestring.serve.engine.logit_rules import TokenLogprob
-from shoestring.serve.http.engine_thread import ChoiceDelta
+from shoestring.serve.http.engine_messages import ChoiceDelta
 from shoestring.serve.http.request_parsing import ToolUse
 from shoestring.serve.http.request_schema import ApiError
 from shoestring.serve.http.tool_calls import CallPart, Part, TextPart, ToolCallParser
@@ -122,7 +122,8 @@ class CompletionResponse:
         choice.num_cached = max(choice.num_cached, delta.num_cached)
         choice.logprobs.extend(delta.logprobs)
         if delta.prompt_logprobs is not None:
-            choice.prompt_logprobs = list(delta.prompt_logprobs)
+            choice.prompt_logprobs = choice.prompt_logprobs or []
+            choice.prompt_logprobs.extend(delta.prompt_logprobs)
         if delta.versions:
             choice.weights = [{"version": version, "first_token": first} for version, first in delta.versions]
         if delta.finish_reason is not None:

@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from shoestring.serve.http.engine_thread import ChoiceDelta
+from shoestring.serve.http.engine_messages import ChoiceDelta
 from shoestring.serve.http.request_schema import ApiError, Body, ChatBody, shown_value
 from shoestring.serve.http.responses import CompletionResponse, written
 from shoestring.serve.http.tool_calls import TextPart

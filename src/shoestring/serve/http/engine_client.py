@@ -1,0 +1,237 @@
+"""The HTTP side's view of the engine: which texts are open, who may add more, and what has come for each reader.
+
+An `EngineClient` lives on the event loop. It admits texts or refuses them (429, 503), hands them to the engine's thread
+through an `EnginePort`, and stores what reports bring in the `OutputCollector` of each request. The port is the
+`EngineThread` itself where both share a process, or a socket to the process that has it (http_process.py).
+
+A collector keeps what its reader has not taken yet and hands it over merged, one `ChoiceDelta` per choice. A client
+that does not read therefore never stalls the others and never holds more than its own text. While the event loop writes
+the events of one step the engine may compute the next ones: with hundreds of streams an event carries the tokens of a
+few steps.
+
+A step that never returns sends no report, so `abort_all` reaches the readers without it, and `seconds_in_step` tells.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import chain
+from typing import Protocol
+
+from shoestring.serve.http.engine_messages import (
+    ChoiceDelta,
+    EngineFacts,
+    EngineSnapshot,
+    Message,
+    PendingChoice,
+    Report,
+)
+from shoestring.serve.http.request_schema import ApiError
+
+OTHERS_SHARE = 4  # a 4th of the queue is kept for other clients than the one that fills it
+TAKE_SIZE = 4096  # entries that a reader gets at once, beside the first delta
+Piece = tuple[str, tuple[int]]  # a text that gained one token: cheaper than a delta
+
+
+def merged(parts: Sequence[ChoiceDelta | Piece]) -> ChoiceDelta:
+    """Consecutive parts of one choice as one."""
+    deltas = [part for part in parts if isinstance(part, ChoiceDelta)]
+    if len(parts) == len(deltas) == 1:
+        return deltas[0]
+    text = "".join([part[0] for part in parts])
+    tokens = tuple(chain.from_iterable([part[1] for part in parts]))
+    if not deltas:
+        return ChoiceDelta(text, tokens, drafted=(False,) * len(tokens))
+    scored = [d.prompt_logprobs for d in deltas if d.prompt_logprobs is not None]
+    return ChoiceDelta(
+        text,
+        tokens,
+        logprobs=tuple(chain.from_iterable(d.logprobs for d in deltas)),
+        prompt_logprobs=tuple(chain.from_iterable(scored)) if scored else None,
+        finish_reason=next((d.finish_reason for d in reversed(deltas) if d.finish_reason), None),
+        num_cached=max(d.num_cached for d in deltas),
+        error=next((d.error for d in reversed(deltas) if d.error), None),
+        drafted=tuple(chain.from_iterable(p.drafted if isinstance(p, ChoiceDelta) else (False,) for p in parts)),
+        vectors_ND=next((d.vectors_ND for d in deltas if d.vectors_ND is not None), None),
+        versions=next((d.versions for d in reversed(deltas) if d.versions), ()),
+    )
+
+
+class OutputCollector:
+    """What has come for one request; on one event loop."""
+
+    def __init__(self) -> None:
+        self._filled = asyncio.Event()
+        self._unread: deque[tuple[int, ChoiceDelta | Piece]] = deque()
+        self._closed = self._reminded = False
+
+    def put(self, index: int, part: ChoiceDelta | Piece) -> None:
+        self._unread.append((index, part))
+        self._filled.set()
+
+    def remind(self) -> None:
+        """Wake the reader with an empty hand: `take` returns {}."""
+        self._reminded = True
+        self._filled.set()
+
+    def close(self) -> None:
+        """The reader is gone or must stop: `take` returns None from now on."""
+        self._closed = True
+        self._filled.set()
+
+    async def take(self) -> dict[int, ChoiceDelta] | None:
+        """What is unread, by choice, up to TAKE_SIZE; waits for something."""
+        await self._filled.wait()
+        self._reminded = False
+        taken: dict[int, list[ChoiceDelta | Piece]] = {}
+        size = 0
+        while self._unread and size < TAKE_SIZE:
+            index, part = self._unread.popleft()
+            taken.setdefault(index, []).append(part)
+            size += part.size if isinstance(part, ChoiceDelta) else 2
+        if not self._unread and not self._closed:
+            self._filled.clear()
+        if self._closed:
+            return None
+        if size >= TAKE_SIZE:
+            await asyncio.sleep(0)  # other clients' turn
+        return {index: merged(parts) for index, parts in taken.items()}
+
+
+class EnginePort(Protocol):
+    """How the engine's thread is reached."""
+
+    def post(self, message: Message, /) -> None: ...
+
+    def count_rejected(self) -> None:
+        """For the metrics: a request was refused because the queue was full."""
+
+    def metrics_text(self) -> bytes:
+        """The metrics for Prometheus; takes some milliseconds."""
+
+
+class EngineClient:
+    def __init__(self, facts: EngineFacts, port: EnginePort, snapshot: EngineSnapshot) -> None:
+        self.facts, self.port, self.snapshot = facts, port, snapshot
+        self.alive = True
+        self.closed: ApiError | None = None  # why nothing new is accepted
+        self._loop: asyncio.AbstractEventLoop | None = None  # since the first request
+        self._ids = itertools.count()
+        # Submitted and not ended: who reads it as which choice, and whose it is.
+        self._open: dict[int, tuple[OutputCollector, int, str]] = {}
+        self._num_open_of: Counter[str] = Counter()  # by client
+        self._heard = 0.0  # when the engine last reported, or got something to do
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    @property
+    def max_texts(self) -> int:
+        """Open texts of one client: a part of the queue is kept for the others."""
+        return self.facts.max_running + self.facts.max_queue - self.facts.max_queue // OTHERS_SHARE
+
+    @property
+    def seconds_in_step(self) -> float:
+        """How long the engine has not reported, though it has something to do."""
+        return time.monotonic() - self._heard if self._open else 0.0
+
+    # -- on the event loop ----------------------------------------------------------------------------------
+    def submit(self, choices: Sequence[PendingChoice], collector: OutputCollector) -> None:
+        """Take all of them or none; a full queue is a 429, a closed one a 503. All are of one client."""
+        room, client = self.facts.max_running + self.facts.max_queue, choices[0].client
+        if self.closed is not None:
+            raise self.closed.with_traceback(None)
+        if len(choices) > self.max_texts:
+            raise ApiError(
+                400, f"this request asks for {len(choices)} texts at once; the server takes at most {self.max_texts}"
+            )
+        own = self._num_open_of[client]
+        full = None
+        if self.num_open + len(choices) > room:
+            full = f"the queue is full ({self.num_open} texts, at most {room})"
+        elif own + len(choices) > self.max_texts:
+            full = f"your part of the queue is full ({own} texts, at most {self.max_texts})"
+        if full is not None:
+            self.port.count_rejected()
+            waiting = max(1, self.num_open - self.facts.max_running)
+            wait = self.snapshot.seconds_per_choice * waiting / self.facts.max_running
+            raise ApiError(
+                429,
+                f"{full}; try again later",
+                code="queue_full",
+                headers={"Retry-After": str(min(60, max(1, math.ceil(wait))))},
+            )
+        self._loop = asyncio.get_running_loop()
+        if not self._open:
+            self._heard = time.monotonic()
+        for index, choice in enumerate(choices):
+            choice.id = next(self._ids)
+            self._open[choice.id] = (collector, index, client)
+        self._num_open_of[client] += len(choices)
+        self.port.post(("add", choices))
+
+    def cancel(self, choices: Sequence[PendingChoice]) -> None:
+        """The client has left. Memory is free before the next step; finished choices are left alone."""
+        if left := [choice.id for choice in choices if choice.id in self._open]:
+            self.port.post(("cancel", left))
+
+    def receive(self, report: Report) -> None:
+        """Counters first: a reader that has its answer finds it counted."""
+        self._heard, self.snapshot = time.monotonic(), report.snapshot
+        readers = self._open
+        filled = []
+        for number, text, token in zip(*report.pieces, strict=True):
+            if (found := readers.get(number)) is not None:
+                filled.append((found, (text, (token,))))
+        filled += [(readers[number], part) for number, part in report.parts if number in readers]
+        for number in report.ended:
+            if (found := readers.pop(number, None)) is not None:
+                self._num_open_of[found[2]] -= 1
+                if not self._num_open_of[found[2]]:
+                    del self._num_open_of[found[2]]
+        self.alive = self.alive and not report.dead
+        for (collector, index, _), part in filled:
+            collector.put(index, part)
+        if report.closed is not None:
+            self.close(report.closed)
+            self._tell_all(report.closed)
+        if report.dead:  # what was submitted meanwhile is not reported
+            self._open.clear()
+            self._num_open_of.clear()
+
+    def _tell_all(self, error: ApiError) -> None:
+        for collector, index, _ in self._open.values():
+            collector.put(index, ChoiceDelta(error=error))
+
+    # -- from any thread ------------------------------------------------------------------------------------
+    def deliver(self, report: Report) -> None:
+        """`receive` on the event loop."""
+        self._on_loop(lambda: self.receive(report))
+
+    def close(self, reason: ApiError) -> None:
+        """Accept nothing new; running choices continue."""
+        self.closed = self.closed or reason
+
+    def abort_all(self, reason: ApiError) -> None:
+        """End every text. Readers are told at once, the engine when its step ends."""
+
+        def abort() -> None:
+            self._tell_all(reason)
+            self.port.post(("abort", reason))
+
+        self._on_loop(abort)
+
+    def _on_loop(self, work: Callable[[], None]) -> None:
+        if self._loop is not None:
+            with suppress(RuntimeError):  # it has ended
+                self._loop.call_soon_threadsafe(work)
+                return
+        with suppress(RuntimeError):  # no reader is left; the rest is bookkeeping
+            work()

@@ -1,0 +1,327 @@
+"""HTTP in a process of its own, so that the engine's process does nothing but steps.
+
+Python runs one thread at a time in a process. With hundreds of streams, making JSON and events takes as much time as
+stepping the engine; side by side in one process each waits for the other (docs/server_load.md has the numbers).
+
+`shoestring serve` forks the HTTP process first, before there are threads, a GPU or a model. It waits. When the engine
+is ready, it gets the listening socket, the tokenizer and the engine's facts, and serves; from then on the two exchange
+frames (engine_messages.py) over a pair of sockets that no other process can reach:
+
+    HTTP -> engine    add, cancel, abort; asks for metrics and for a grammar to be compiled
+    engine -> HTTP    one report per step, with the tokens of all texts; answers
+
+Signals go to the engine's process, which passes them on (SIGUSR1): a terminal or a service manager may send them to
+both. Each notices the end of the other by the end of the connection. Without the engine, every client gets an error,
+and the HTTP process ends. Without HTTP, the engine's process ends, and says why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import asdict, replace
+from typing import Any, cast
+
+import torch
+from tokenizers import Tokenizer as Backend
+
+from shoestring.errors import UserError
+from shoestring.model.tokenizer import Tokenizer
+from shoestring.serve.engine.logit_rules import Grammar
+from shoestring.serve.http.engine_client import EngineClient
+from shoestring.serve.http.engine_messages import (
+    ChoiceDelta,
+    EngineFacts,
+    EngineSnapshot,
+    FrameReader,
+    Message,
+    Report,
+    add_frame,
+    add_from,
+    error_from,
+    error_json,
+    frame,
+    report_frame,
+    report_from,
+)
+from shoestring.serve.http.engine_thread import EngineThread
+from shoestring.serve.http.grammar import GrammarCache, GrammarSource, MakeGrammar
+from shoestring.serve.http.http_server import HttpServer, log_to_stderr, objects_frozen
+from shoestring.serve.http.request_schema import ApiError
+from shoestring.serve.http.serve_options import ServeOptions
+
+READ = 1 << 18  # bytes at a time
+ANSWER_S = 120.0  # the most that metrics or a grammar may take
+LEAVE_S = 10.0  # for the HTTP process to end, once the engine is gone
+log = logging.getLogger("shoestring.serve")
+
+
+class HttpProcessLost(UserError):
+    """The HTTP process ended before it was told to."""
+
+
+class HttpProcess:
+    """The HTTP process, as the engine's process sees it."""
+
+    def __init__(self, pid: int, connection: socket.socket) -> None:
+        self._pid, self._connection = pid, connection
+        self._sending = threading.Lock()  # the engine's thread and others send
+        self._told_to_stop = False
+
+    @staticmethod
+    def fork(options: ServeOptions) -> HttpProcess:
+        """While this process has one thread: a fork copies no other."""
+        ours, theirs = socket.socketpair()
+        sys.stderr.flush()
+        with warnings.catch_warnings():  # of Python 3.12, where a library has threads of its own that handle forks
+            warnings.simplefilter("ignore", DeprecationWarning)
+            pid = os.fork()
+        if pid:
+            theirs.close()
+            return HttpProcess(pid, ours)
+        code = 1
+        try:
+            ours.close()
+            code = serve_http(theirs, options)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(code)  # what the engine's process has registered for its exit is not this one's
+
+    def open(self, listener: socket.socket, name: str, pooling: str, tokenizer: Tokenizer, facts: EngineFacts) -> None:
+        """Hand over what it needs; the listening socket is no longer this process's."""
+        socket.send_fds(self._connection, [b"."], [listener.fileno()])
+        listener.close()
+        about = {"name": name, "pooling": pooling, "tokenizer": tokenizer_json(tokenizer), "facts": asdict(facts)}
+        self._send(frame(about))
+
+    def run(self, engine_thread: EngineThread, grammars: GrammarCache, on_started: Callable[[], None]) -> None:
+        """Carry messages to the engine's thread until the HTTP process has drained and ended."""
+        engine_thread.on_report = lambda report: self._send(report_frame(report))
+        reader = FrameReader()
+        before: dict[int, Any] = {}
+        try:
+            while data := self._read():
+                for (kind, *given), binary in reader.feed(data):
+                    if kind == "started":
+                        for sig in (signal.SIGTERM, signal.SIGINT):
+                            before[sig] = signal.signal(sig, lambda *_: self.stop())
+                        on_started()
+                    else:
+                        self._pass_on(kind, given, binary, engine_thread, grammars)
+        finally:
+            for sig, handler in before.items():
+                signal.signal(sig, handler)
+        if not self._told_to_stop:
+            raise HttpProcessLost(f"the HTTP process {self._how_it_ended()}; the server stops")
+
+    def stop(self) -> None:
+        """Begin to drain; a second time: end without waiting."""
+        self._told_to_stop = True
+        with suppress(ProcessLookupError):
+            os.kill(self._pid, signal.SIGUSR1)
+
+    def close(self) -> None:
+        """It notices that this process is done; it is not left behind."""
+        self._connection.close()
+        if "still" in self._how_it_ended():
+            os.kill(self._pid, signal.SIGKILL)
+            self._how_it_ended()
+
+    def _how_it_ended(self) -> str:
+        end = time.monotonic() + LEAVE_S
+        with suppress(ChildProcessError):  # asked before
+            while time.monotonic() < end:
+                pid, status = os.waitpid(self._pid, os.WNOHANG)
+                if pid and os.WIFSIGNALED(status):
+                    return f"was ended by {signal.Signals(os.WTERMSIG(status)).name}"
+                if pid:
+                    return f"ended with code {os.waitstatus_to_exitcode(status)}"
+                time.sleep(0.01)
+            return "is still there, but closed its connection"
+        return "ended"
+
+    def _read(self) -> bytes:
+        try:
+            return self._connection.recv(READ)
+        except OSError:
+            return b""
+
+    def _send(self, data: bytes) -> None:
+        with self._sending, suppress(OSError):  # that it is gone is noticed by reading
+            self._connection.sendall(data)
+
+    def _pass_on(
+        self, kind: str, given: list[Any], binary: bytes, engine_thread: EngineThread, grammars: GrammarCache
+    ) -> None:
+        if kind == "add":
+            try:
+                engine_thread.post(("add", add_from(given, binary, grammars.of)))
+            except ApiError as error:  # a grammar that was compiled, forgotten, and now takes too long
+                ids = [fields["id"] for fields, _ in given[0]]
+                parts = [(number, ChoiceDelta(error=error)) for number in ids]
+                self._send(report_frame(Report(parts=parts, ended=ids, snapshot=engine_thread.snapshot())))
+        elif kind == "cancel":
+            engine_thread.post(("cancel", given[0]))
+        elif kind == "abort":
+            engine_thread.post(("abort", error_from(given[0])))
+        elif kind == "rejected":
+            engine_thread.count_rejected()
+        else:  # at most one of each kind at a time: the HTTP side has one thread for each
+            work = engine_thread.metrics_text if kind == "metrics" else lambda: grammars.of(GrammarSource(**given[1]))
+            threading.Thread(target=self._answer, args=(given[0], work), daemon=True).start()
+
+    def _answer(self, ticket: int, work: Callable[[], Any]) -> None:
+        error, found = None, None
+        try:
+            found = work()
+        except ApiError as raised:
+            error = error_json(raised)
+        except Exception:
+            log.exception("an answer to the HTTP process failed")
+            error = error_json(ApiError(500, "internal error; the server's log says more"))
+        self._send(frame(["answer", ticket, error], found if isinstance(found, bytes) else b""))
+
+
+# -- in the HTTP process --------------------------------------------------------------------------------------
+
+
+def serve_http(connection: socket.socket, options: ServeOptions) -> int:
+    """From the fork to the end of the process; the exit code."""
+    for sig in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(sig, signal.SIG_IGN)  # the engine's process says when to drain
+    torch.set_num_threads(1)
+    _, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
+    if not descriptors:
+        return 0  # the engine did not start, which its process has said
+    log_to_stderr()
+    reader, frames = FrameReader(), list[tuple[Any, bytes]]()
+    while not frames:
+        if not (data := connection.recv(READ)):
+            return 1
+        frames = reader.feed(data)
+    about = frames[0][0]
+    facts = EngineFacts(**{**about["facts"], "eos_ids": tuple(about["facts"]["eos_ids"])})
+    tokenizer = tokenizer_from(about["tokenizer"])
+    port = EngineConnection(reader)
+    client = EngineClient(facts, port, EngineSnapshot())
+    http = HttpServer(
+        replace(options, pooling=about["pooling"]),
+        about["name"],
+        tokenizer,
+        client,
+        RemoteGrammars(port),
+        socket.socket(fileno=descriptors[0]),
+        signals=(signal.SIGUSR1,),
+    )
+    with objects_frozen():
+        http.run(lambda: port.open(connection, client, http), port.say_started)
+    return int(port.lost)
+
+
+class EngineConnection(asyncio.Protocol):
+    """The `EnginePort` of the HTTP process."""
+
+    def __init__(self, reader: FrameReader) -> None:
+        self._reader, self.lost = reader, False
+        self._tickets = itertools.count()
+        self._asked: dict[int, Future[bytes]] = {}
+
+    async def open(self, connection: socket.socket, client: EngineClient, http: HttpServer) -> None:
+        self._loop, self._client, self._http = asyncio.get_running_loop(), client, http
+        connection.setblocking(False)
+        self._transport, _ = await self._loop.create_connection(lambda: self, sock=connection)
+
+    def say_started(self) -> None:
+        self._transport.write(frame(["started"]))
+
+    def post(self, message: Message) -> None:
+        if message[0] == "add":
+            self._transport.write(add_frame(message[1]))
+        elif message[0] == "abort":
+            self._transport.write(frame(["abort", error_json(message[1])]))
+        else:
+            self._transport.write(frame(message))
+
+    def count_rejected(self) -> None:
+        self._transport.write(frame(["rejected"]))
+
+    def metrics_text(self) -> bytes:
+        return self.ask("metrics")
+
+    def ask(self, kind: str, *given: Any) -> bytes:
+        """The engine process's answer; from a worker thread, which waits for it."""
+        ticket, answer = next(self._tickets), Future[bytes]()
+        self._asked[ticket] = answer
+        self._loop.call_soon_threadsafe(lambda: self._transport.write(frame([kind, ticket, *given])))
+        try:
+            return answer.result(ANSWER_S)
+        except TimeoutError:
+            raise ApiError(503, "the engine does not answer; try again later", code="overloaded") from None
+        finally:
+            del self._asked[ticket]
+
+    # -- called by asyncio ----------------------------------------------------------------------------------
+    def data_received(self, data: bytes) -> None:
+        for (kind, *given), binary in self._reader.feed(data):
+            if kind == "report":
+                self._client.receive(report_from(given, binary))
+            elif (answer := self._asked.get(given[0])) is not None:
+                if given[1] is None:
+                    answer.set_result(binary)
+                else:
+                    answer.set_exception(error_from(given[1]))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        gone = ApiError(503, "the engine has stopped; the server must be restarted", code="engine_dead")
+        self._client.receive(Report(snapshot=self._client.snapshot, closed=gone, dead=True))
+        for answer in self._asked.values():
+            answer.set_exception(gone)
+        if not self._http.server.should_exit:
+            self.lost = True
+            log.error("the engine's process is gone; the server stops")
+            self._http.stop()
+
+
+class RemoteGrammars(GrammarCache):
+    """Grammars that the engine's process compiles and keeps; here they are their sources."""
+
+    def __init__(self, port: EngineConnection) -> None:
+        super().__init__()
+        self._port = port
+
+    def compile(self, source: GrammarSource) -> MakeGrammar | ApiError:
+        try:
+            self._port.ask("compile", asdict(source))
+        except ApiError as error:
+            if error.status >= 500:
+                raise
+            return error
+        return lambda: cast(Grammar, source)  # `add_frame` sends it, `add_from` has the grammar
+
+
+def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
+    return {
+        "backend": tokenizer.backend.to_str(),
+        "special": tokenizer.special,
+        "chat_template": tokenizer.chat_template,
+        "tool_use_template": tokenizer.tool_use_template,
+        "more_eos": sorted(tokenizer.eos_ids),
+    }
+
+
+def tokenizer_from(given: dict[str, Any]) -> Tokenizer:
+    return Tokenizer(Backend.from_str(given.pop("backend")), **given)

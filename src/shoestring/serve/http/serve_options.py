@@ -1,0 +1,86 @@
+"""The settings of a server, checked before a model is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from shoestring.errors import UserError
+from shoestring.serve.engine.embedding import POOLINGS
+from shoestring.serve.engine.rank_failure import LOST_AFTER_S
+from shoestring.serve.http.engine_thread import OnUpdate
+from shoestring.serve.http.tool_calls import FORMAT_NAMES
+from shoestring.state.reshard.exchange import parse_address
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    host: str = "127.0.0.1"
+    port: int = 8000  # 0 takes a free one
+    model_name: str | None = None  # what clients call the model; default: the name of its folder
+    api_keys: tuple[str, ...] = ()  # none: no key is needed
+    max_requests: int | None = None  # texts computed at the same time; default: by memory and measured steps
+    max_queue: int | None = None  # texts that may wait; one more is a 429; default: twice max_requests, 64 at least
+    max_context: int | None = None  # default: the model's positions
+    chunk: int = 512  # rows per step
+    num_blocks: int | None = None  # key/value memory in blocks of 16 positions; default: grows with need
+    drafter: str | None = None  # 'ngram', the path of a draft model, or several joined by '+'
+    deadline_s: float = 600.0  # a request that takes longer is ended
+    drain_s: float = 30.0  # time to finish after SIGTERM
+    rank_timeout_s: float = LOST_AFTER_S  # a process of several that is silent for longer has failed
+    max_body_mb: float = 4.0
+    max_connections: int = 512
+    header_timeout_s: float = 10.0  # to send a request's header in
+    body_timeout_s: float = 60.0  # to send its body in
+    read_timeout_s: float = 60.0  # a client that reads nothing for so long is disconnected
+    allow_hosts: tuple[str, ...] = ()  # more names of this server, '*' for any; checked while there is no key
+    allow_origins: tuple[str, ...] = ()  # web pages of other sites that may call; none: CORS is off
+    metrics_prefix: str = "shoestring"
+    chat_template: Path | None = None  # a Jinja file, instead of the model's own
+    tool_format: str = "auto"  # how the model writes tool calls; auto: what its chat template says
+    pooling: str = "auto"  # of embeddings: mean, last, cls; auto: what the folder says, else mean
+    int8_activations: bool = False  # on a CPU: int layers round their inputs to 8 bits
+    follow: str | None = None  # HOST:PORT of a training run whose weights are taken over
+    on_update: OnUpdate = "drain"  # what happens to running texts then
+    update_wait_s: float = 30.0  # that `drain` waits for them
+    follow_drafter: str | None = None  # HOST:PORT of a training run of the draft model
+    follow_older: bool = False  # also take a step before the one that is served
+
+    def __post_init__(self) -> None:
+        for name, good, allowed in (
+            (
+                "host",
+                self.host.strip() != "",  # to a socket, no name means every address
+                "an address or name of this machine, such as 127.0.0.1, ::1 or localhost, or 0.0.0.0 for all",
+            ),
+            ("port", 0 <= self.port < 65536, "0 to 65535"),
+            ("max_requests", self.max_requests is None or self.max_requests >= 1, "1 or more"),
+            ("max_queue", self.max_queue is None or self.max_queue >= 0, "0 or more"),
+            ("deadline_s", self.deadline_s > 0, "more than 0"),
+            ("drain_s", self.drain_s >= 0, "0 or more"),
+            ("rank_timeout_s", self.rank_timeout_s >= 1, "1 or more"),
+            ("max_body_mb", self.max_body_mb > 0, "more than 0"),
+            ("max_connections", self.max_connections >= 1, "1 or more"),
+            ("header_timeout_s", self.header_timeout_s > 0, "more than 0"),
+            ("body_timeout_s", self.body_timeout_s > 0, "more than 0"),
+            ("read_timeout_s", self.read_timeout_s > 0, "more than 0"),
+            (
+                "allow_hosts",
+                not any("/" in name or not name.strip() for name in self.allow_hosts),
+                "names such as llm.example.org, without http:// and path, or '*' for any",
+            ),
+            ("tool_format", self.tool_format in ("auto", *FORMAT_NAMES), "auto, " + ", ".join(FORMAT_NAMES)),
+            ("pooling", self.pooling in ("auto", *POOLINGS), "auto, " + ", ".join(POOLINGS)),
+            ("on_update", self.on_update in ("drain", "recompute"), "drain or recompute"),
+            ("update_wait_s", self.update_wait_s >= 0, "0 or more"),
+            ("metrics_prefix", self.metrics_prefix.isidentifier(), "a name of letters, digits and _"),
+        ):
+            if not good:
+                raise UserError(f"{name}={getattr(self, name)!r} is not allowed; give {allowed}")
+        for address in (self.follow, self.follow_drafter):
+            if address is not None:
+                parse_address(address)
+        if self.follow_drafter is not None and self.drafter is None:
+            raise UserError("--follow-drafter needs a draft model to update; give --drafter its folder")
+        if any(not key.isascii() or not key.strip() for key in self.api_keys):
+            raise UserError("an API key is empty or not ASCII; a header could not carry it")

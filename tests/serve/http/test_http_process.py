@@ -1,0 +1,224 @@
+"""HTTP in a process of its own: messages survive the way, features work over it, and each process notices the end of
+the other."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+httpx = pytest.importorskip("httpx")
+from serving import wait_for  # noqa: E402
+
+from shoestring.model import save_model  # noqa: E402
+from shoestring.serve.engine.logit_rules import LogitRules, SamplingWithRules, TokenLogprob  # noqa: E402
+from shoestring.serve.http.engine_messages import (  # noqa: E402
+    ChoiceDelta,
+    EmbeddingJob,
+    EngineSnapshot,
+    FrameReader,
+    PendingChoice,
+    Report,
+    add_frame,
+    add_from,
+    report_frame,
+    report_from,
+)
+from shoestring.serve.http.grammar import GrammarSource  # noqa: E402
+from shoestring.serve.http.request_schema import ApiError  # noqa: E402
+from shoestring.state.reshard.version import WeightsVersion  # noqa: E402
+from tiny import chat_tokenizer, served_model  # noqa: E402
+
+TEXT = "/v1/completions"
+LONG = {"prompt": "The", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+# Imports once, serves twice: each server is a process of its own, with an HTTP process beside it.
+SERVERS = """
+import os, sys
+from pathlib import Path
+from shoestring.errors import as_command
+from shoestring.serve.http.server import ServeOptions, main
+for name in sys.argv[2:]:
+    if not os.fork():
+        sys.stderr = open(Path(sys.argv[1]) / f"{name}.log", "w", buffering=1)
+        as_command(lambda: main(Path(sys.argv[1]) / "tiny", ServeOptions(port=0, max_requests=2), apart=True))
+        os._exit(0)
+for _ in sys.argv[2:]:
+    pid, status = os.wait()
+    print(pid, status, flush=True)
+"""
+
+
+# -- messages -------------------------------------------------------------------------------------------------
+
+
+def sent(frame: bytes) -> tuple[list[Any], bytes]:
+    """As it arrives in pieces, between two others."""
+    reader, whole, found = FrameReader(), frame + frame, []
+    for start in range(0, len(whole), 7):
+        found += reader.feed(whole[start : start + 7])
+    assert len(found) == 2 and found[0] == found[1]
+    (_, *given), binary = found[0]
+    return given, binary
+
+
+def test_a_report_arrives_as_it_was() -> None:
+    scored = (TokenLogprob(5, -0.25, ((5, -0.25), (7, -math.inf))),)
+    parts = [
+        (3, ChoiceDelta("\ud800 é", (5, 6), scored, (None, *scored), "stop", 4, None, (True, False))),
+        (4, ChoiceDelta(error=ApiError(429, "no", param="n", code="full", headers={"Retry-After": "2"}))),
+        (5, ChoiceDelta(vectors_ND=torch.tensor([[1.5, -2.0, 3.0]]), versions=(("run@3", 0),))),
+        (6, ChoiceDelta(vectors_ND=torch.tensor([[4.0], [5.0]]))),
+    ]
+    snapshot = EngineSnapshot(1, 2, 0.5, drafts=True, version=WeightsVersion("run", 3, "ab"))
+    report = Report(([1, 2], ["a", '"\n'], [10, 11]), parts, [3, 4], snapshot, ApiError(503, "gone"), True)
+    found = report_from(*sent(report_frame(report)))
+    assert tuple(found.pieces) == report.pieces and found.ended == [3, 4] and found.dead
+    assert found.snapshot == snapshot and str(found.closed) == "gone"
+    assert found.parts[0] == parts[0]
+    error = found.parts[1][1].error
+    assert error is not None and vars(error) == vars(parts[1][1].error)
+    assert torch.equal(found.parts[2][1].vectors_ND, parts[2][1].vectors_ND)  # type: ignore[arg-type]
+    assert torch.equal(found.parts[3][1].vectors_ND, parts[3][1].vectors_ND)  # type: ignore[arg-type]
+    assert found.parts[2][1].versions == (("run@3", 0),)
+
+
+def test_choices_arrive_as_they_were_and_prompts_are_sent_once() -> None:
+    prompt, source = list(range(1000)), GrammarSource('{"type": "object"}')
+    rules = LogitRules(((3, 1.5),), 0.5, 0.25, 1.1, 2, (0, 9))
+    sampling = SamplingWithRules(0.5, 3, 0.9, 0.1, 2**63 + 5, 7, ("é", "x"), True, frozenset({4}), rules, 2, source)  # type: ignore[arg-type]
+    given = [PendingChoice(prompt, sampling, 12.5, 3, client="k a", arrived=1.25, id=i) for i in range(50)]
+    given.append(PendingChoice([], SamplingWithRules(), embedding=EmbeddingJob([[1, 2], prompt, [3]], "last"), id=50))
+    frame = add_frame(given)
+    assert len(frame) < 4 * 1003 + 50 * 600
+    made: list[GrammarSource] = []
+
+    def grammar_of(source: GrammarSource) -> Any:
+        made.append(source)
+        return lambda: source
+
+    found = add_from(*sent(frame), grammar_of)
+    assert made == [source] * 50
+    for choice, want in zip(found, given, strict=True):
+        for field in ("prompt", "deadline", "score_prompt", "no_new_tokens", "client", "arrived", "id"):
+            assert getattr(choice, field) == getattr(want, field)
+    assert found[0].sampling == sampling and found[0].sampling.grammar == source
+    assert found[0].sampling.history.prompt == tuple(prompt)
+    last = found[-1].embedding
+    assert last is not None and last.texts == [[1, 2], prompt, [3]] and last.pooling == "last"
+    # A new field must be sent, too.
+    own = {"sampling", "prompt", "embedding", "deadline", "score_prompt", "no_new_tokens", "client", "arrived", "id"}
+    state = {"started", "first_token", "last_token", "request", "num_sent", "done"}
+    assert {f.name for f in fields(PendingChoice)} == own | state
+
+
+# -- two processes ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, subprocess.Popen[str]]]:
+    folder, tokenizer = tmp_path_factory.mktemp("servers"), chat_tokenizer()
+    save_model(folder / "tiny", served_model(tokenizer.vocab_size), tokenizer)
+    command = [sys.executable, "-c", SERVERS, str(folder), "lives", "loses_http", "loses_engine"]
+    started = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    yield folder, started
+    for process in psutil.Process(started.pid).children(recursive=True):
+        process.kill()
+    started.wait()
+
+
+def server(folder: Path, name: str) -> tuple[str, psutil.Process, psutil.Process]:
+    """Its address, and the processes of the engine and of HTTP."""
+    log = folder / f"{name}.log"
+    wait_for(lambda: log.is_file() and "playground at" in log.read_text(), 90)
+    found = re.search(r"at http://127.0.0.1:(\d+)/v1", log.read_text())
+    assert found
+    (http,) = [c.pid for c in psutil.net_connections() if c.status == "LISTEN" and c.laddr.port == int(found[1])]
+    process = psutil.Process(http)
+    engine = process.parent()
+    assert engine is not None
+    return f"http://127.0.0.1:{found[1]}", engine, process
+
+
+def open_stream(url: str) -> socket.socket:
+    client = socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1])), timeout=60)
+    content = json.dumps(LONG).encode()
+    head = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    client.sendall(head.encode() + f"Content-Length: {len(content)}\r\n\r\n".encode() + content)
+    assert b"200 OK" in client.recv(4096)
+    return client
+
+
+def rest_of(client: socket.socket) -> bytes:
+    received = b""
+    while b"[DONE]" not in received and (part := client.recv(65536)):
+        received += part
+    return received
+
+
+def test_every_kind_of_answer_comes_through(servers: Any) -> None:
+    url, engine, http = server(servers[0], "lives")
+    with httpx.Client(base_url=url, timeout=60) as client:
+        body = {"prompt": ["The quick", "A"], "n": 2, "max_tokens": 3, "logprobs": 2, "echo": True, "seed": 1}
+        whole = client.post(TEXT, json=body | {"ignore_eos": True}).json()
+        assert [len(c["logprobs"]["tokens"]) for c in whole["choices"]] and whole["usage"]["completion_tokens"] == 12
+        assert all(len(top) >= 2 for top in whole["choices"][0]["logprobs"]["top_logprobs"][1:])
+        numbers = client.post("/v1/embeddings", json={"input": "The"}).json()["data"][0]["embedding"]
+        assert len(numbers) > 1 and abs(sum(x * x for x in numbers) - 1) < 1e-5
+        told = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "boolean"}}}
+        chat = {"messages": [{"role": "user", "content": "?"}], "response_format": told}
+        for _ in range(2):  # compiled, then known
+            answer = client.post("/v1/chat/completions", json=chat).json()
+            assert answer["choices"][0]["message"]["content"] in ("true", "false")
+        told["json_schema"] = {"name": "x", "schema": {"type": "object", "properties": {"a": {"$ref": "#/no"}}}}
+        for _ in range(2):
+            refused = client.post("/v1/chat/completions", json=chat)
+            assert refused.status_code == 400 and refused.json()["error"]["param"] == "response_format"
+        counted = re.search(
+            r'shoestring:prompt_tokens_total\{model_name="tiny"\} ([\d.]+)', client.get("/metrics").text
+        )
+        assert counted and float(counted[1]) > 10
+        stream = open_stream(url)
+        wait_for(lambda: client.get("/stats").json()["num_running"] == 1)
+        stream.close()  # who leaves is no longer computed
+        wait_for(lambda: client.get("/stats").json()["num_running"] == 0)
+        assert client.get("/health").json() == {"status": "ok"}
+    http.send_signal(signal.SIGTERM)  # as a service manager does, to both; and a terminal
+    http.send_signal(signal.SIGINT)
+    stream = open_stream(url)
+    engine.send_signal(signal.SIGTERM)
+    wait_for(lambda: "draining: 1 texts" in (servers[0] / "lives.log").read_text())
+    engine.send_signal(signal.SIGTERM)  # the second does not wait
+    wait_for(lambda: not http.is_running())
+    assert f"{engine.pid} 0\n" == servers[1].stdout.readline()
+
+
+def test_without_http_the_engine_ends_and_says_why(servers: Any) -> None:
+    url, engine, http = server(servers[0], "loses_http")
+    open_stream(url)
+    http.kill()
+    assert servers[1].stdout.readline() == f"{engine.pid} {2 << 8}\n"
+    log = (servers[0] / "loses_http.log").read_text()
+    assert "the HTTP process was ended by SIGKILL; the server stops" in log and "Traceback" not in log
+
+
+def test_without_the_engine_clients_are_told_and_http_ends(servers: Any) -> None:
+    url, engine, http = server(servers[0], "loses_engine")
+    client = open_stream(url)
+    engine.kill()
+    last = rest_of(client)
+    assert b"engine_dead" in last and b"data: [DONE]" in last
+    wait_for(lambda: not psutil.pid_exists(http.pid))
+    assert "the engine's process is gone; the server stops" in (servers[0] / "loses_engine.log").read_text()
