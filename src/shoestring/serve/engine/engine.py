@@ -79,6 +79,8 @@ __all__ = ["Completion", "Drafter", "Engine", "Output", "Prompt", "Request", "St
 
 LATE_WAIT_S = 0.005  # that a step waits for what its verification lacks before it leaves a request out
 IDLE_WAIT_S = 0.02  # that a step waits where every request lacks something
+HOLD_FROM, HOLD_STEPS = 64, 4  # texts that run; steps for which others are held back, to read their prompts together
+ENDING_SHARE = 16  # texts of a step launched ahead of which one may be known to end before it
 FIXED_DRAFTS = 4  # per request and step, where lengths cannot be chosen by measured time
 
 Prompt = str | Sequence[int]
@@ -156,6 +158,7 @@ class Engine:
         self.use_drafter(drafter, num_drafts)
         self.stats, self._ids = Stats(), itertools.count()
         self._launched_ahead: LaunchedStep | None = None  # the next step, launched by the last `step`
+        self._num_held = 0  # steps launched ahead although requests wait, since the last admission
         self._proposal = Proposal()  # drafts of the next step
         self._num_graphs = 0  # when the last step ended
         self._ended: float | None = None  # when the last step ended; None: no decode step follows it at once
@@ -444,16 +447,21 @@ class Engine:
 
     def _run_ahead(self, launched: LaunchedStep) -> LaunchedStep | None:
         """Launch the next step before the tokens of `launched` are known on the host, if only those tokens could change
-        it: it reads them on the device. A row of a request that turns out to have ended is wasted."""
+        it: it reads them on the device. A row of a request that turns out to have ended is wasted; so is that of one
+        that is known to end with the pending token, where few do."""
         requests = launched.requests
-        if self.scheduler.admits or not all(launched.alive) or len(requests) != len(self._stepping):
+        if not all(launched.alive) or len(requests) != len(self._stepping) or not self._may_hold(len(requests)):
             return None
-        if any(r.drafts or self._room(r) < 2 for r in requests) or self._drafts_next():
+        if any(r.drafts for r in requests) or self._drafts_next():
+            return None
+        if sum(self._room(r) < 2 for r in requests) > len(requests) // ENDING_SHARE:
             return None
         spans, checks = [], []
         for request in requests:
             assert request.table is not None
             position = len(request.tokens)  # of the pending token
+            if position >= self.max_context:
+                return None
             if request.until_switch(position - 1) is not None:
                 return None  # its skip set may be about to change
             if not self.cache.pool.grow(request.table, position + 1):
@@ -465,6 +473,22 @@ class Engine:
         self.stats.num_steps += 1
         self.stats.num_rows += len(requests)
         return LaunchedStep(requests, launched.tables, checks, skip, pending, time.perf_counter(), ahead=True)
+
+    def _may_hold(self, num_running: int) -> bool:
+        """Whether nobody waits to be admitted, or may wait for a few steps more. A step that reads prompts is not
+        launched ahead: the device idles meanwhile. Among many texts one ends and another comes in almost every step,
+        so prompts are read together, as many as fill a step, at least every HOLD_STEPS."""
+        if not self.scheduler.admits:
+            return True
+        self._num_held += 1
+        if num_running < HOLD_FROM or self._num_held > HOLD_STEPS:
+            return False
+        room, rows = self.chunk - num_running, 0
+        for request in itertools.islice(self.waiting, room):
+            rows += len(request.tokens)
+            if rows >= room:
+                return False
+        return True
 
     def _drafts_next(self) -> bool:
         """Whether the next step of the running requests would have drafts."""
@@ -483,7 +507,7 @@ class Engine:
             pairs = zip(launched.requests, alive, checks, strict=True)
             checks = [check_for(r) if lives else check for r, lives, check in pairs]
         gains = [
-            (request, check, accept(check.drafts, found))
+            (request, check, accept(check.drafts, found) if check.drafts else found)
             for request, check, found, lives in zip(launched.requests, checks, targets, alive, strict=True)
             if lives
         ]
@@ -571,6 +595,7 @@ class Engine:
                 self.drafter.release(request)
         if scheduled.admitted and self.draft_controller is not None:
             self.draft_controller.requests_joined()
+        self._num_held = 0
         for request in scheduled.admitted:
             if not request.versions:
                 note_version(request, self.version)
@@ -602,6 +627,8 @@ class Engine:
                 self._seal(request)
 
     def _commit(self, request: Request, gained: list[int]) -> Output:
+        if len(gained) == 1 and gained[0] != NO_TOKEN and request.draft is NO_DRAFT and request.similarity is None:
+            return self._commit_token(request, gained)
         num_drafted, num_accepted = len(request.drafts), len(gained) - 1
         before, num_before = len(request.text), len(request.tokens)
         reason: FinishReason | None = None
@@ -630,6 +657,19 @@ class Engine:
         if reason is not None:
             self._finish(request, reason)
         return Output(request, kept, request.text[before:], reason, min(num_accepted, len(kept)))
+
+    def _commit_token(self, request: Request, gained: list[int]) -> Output:
+        """`_commit` of one token without drafts: what most texts have in most steps, so every operation counts."""
+        tokens, table, before = request.tokens, request.table, len(request.text)
+        request.num_computed = len(tokens)
+        tokens.append(gained[0])
+        reason = self._after_token(request, gained[0])
+        if table is not None and request.num_computed // self.cache.pool.block_size > len(table.hashes):
+            self._seal(request)
+        self.stats.num_new_tokens += 1
+        if reason is not None:
+            self._finish(request, reason)
+        return Output(request, gained, request.text[before:], reason)
 
     def _discard_nonfinite(self, request: Request) -> None:
         """Its keys and values may hold NaN, too. No request may begin with its prefix; and requests that get its blocks

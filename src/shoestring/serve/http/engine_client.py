@@ -186,7 +186,7 @@ class EngineClient:
         """Counters first: a reader that has its answer finds it counted."""
         self._heard, self.snapshot = time.monotonic(), report.snapshot
         readers = self._open
-        filled = []
+        filled: list[tuple[tuple[OutputCollector, int, str], ChoiceDelta | Piece]] = []
         for number, text, token in zip(*report.pieces, strict=True):
             if (found := readers.get(number)) is not None:
                 filled.append((found, (text, (token,))))

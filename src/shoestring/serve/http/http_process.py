@@ -62,6 +62,7 @@ from shoestring.serve.http.http_server import HttpServer, log_to_stderr, objects
 from shoestring.serve.http.request_schema import ApiError
 from shoestring.serve.http.serve_options import ServeOptions
 
+SIGNALS = signal.SIGTERM, signal.SIGINT
 READ = 1 << 18  # bytes at a time
 ANSWER_S = 120.0  # the most that metrics or a grammar may take
 LEAVE_S = 10.0  # for the HTTP process to end, once the engine is gone
@@ -112,12 +113,12 @@ class HttpProcess:
         """Carry messages to the engine's thread until the HTTP process has drained and ended."""
         engine_thread.on_report = lambda report: self._send(report_frame(report))
         reader = FrameReader()
-        before: dict[int, Any] = {}
+        before: dict[signal.Signals, Any] = {}
         try:
             while data := self._read():
                 for (kind, *given), binary in reader.feed(data):
                     if kind == "started":
-                        for sig in (signal.SIGTERM, signal.SIGINT):
+                        for sig in SIGNALS:
                             before[sig] = signal.signal(sig, lambda *_: self.stop())
                         on_started()
                     else:
@@ -201,7 +202,7 @@ class HttpProcess:
 
 def serve_http(connection: socket.socket, options: ServeOptions) -> int:
     """From the fork to the end of the process; the exit code."""
-    for sig in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for sig in (*SIGNALS, signal.SIGUSR1):
         signal.signal(sig, signal.SIG_IGN)  # the engine's process says when to drain
     torch.set_num_threads(1)
     _, descriptors, _, _ = socket.recv_fds(connection, 1, 1)

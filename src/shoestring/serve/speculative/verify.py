@@ -66,7 +66,7 @@ class VerifyRule:
         return replace(sampling, seed=derived_seed(sampling.seed, "draft", position))
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen: one per text and step, and that takes twice as long
 class Check:
     """What to verify for one request: its drafts, the position of the first, and how the request samples."""
 
