@@ -417,17 +417,17 @@ def table() -> str:
     for case in cases:
         one = cells[case, "kills"]
         lost = cells.get((case, "lost_steps"))
+        flipped = one["quality"].get("flipped", 0)
         rows.append(
             [
                 case,
                 f"{one['value']:,.0f}",
                 f"{cells[case, 'corrupt']['value']:.0f}",
-                f"{one['quality'].get('refused', 0)} of {one['quality'].get('flipped', 0)}",
-                "" if lost is None else f"{lost['value']:g}, at worst {lost['quality']['worst'][0]}",
-                "" if lost is None else f"{lost['quality']['worst'][1]}",
+                f"{one['quality'].get('refused', 0)} of {flipped}" if flipped else "",
+                "" if lost is None else "{} of {}".format(*lost["quality"]["worst"]),
             ]
         )
-    head = ["run", "kills", "wrong bits loaded", "refused, of flipped bytes", "steps repeated", "of an interval of"]
+    head = ["run", "kills", "wrong bits loaded", "refused, of flipped bytes", "most steps repeated, of an interval"]
     return markdown(head, rows) + hosts_text(cells) + provenance(lines)
 
 
