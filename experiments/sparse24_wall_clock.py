@@ -1,6 +1,6 @@
 """2:4 pre-training at equal wall clock: dense, dense FP8, FST and half the feed-forward width, at width 2,048.
 
-    python -m experiments.sparse24_wall_clock --seconds 55 --limit 316      an H200, alone on it
+    python -m experiments.sparse24_wall_clock --seconds 38 --limit 224      an H200, alone on it
     python -m experiments.sparse24_wall_clock --size tiny --seconds 3       any machine; records nothing of use
 
 Every variant trains for the same seconds on the same text, in the same order, with the same rate: a warm-up, then
@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,14 +26,13 @@ from typing import Any
 
 import torch
 
-from benchmarks.processes import child_environment, run_in_turns, take_turn
+from benchmarks.processes import run_in_turns, take_turn
 from benchmarks.results import record
 from experiments.python_corpus import open_prepared
-from experiments.sparse24_quality import LLAMA_TINY, Size, build, on_paper, thinned, validation_losses
+from experiments.sparse24_quality import LLAMA_TINY, Size, build, thinned, validation_losses
 from experiments.sparse24_tables import WALL_CLOCK
 from experiments.time_budget import OutOfTime, TimeBudget
 from shoestring.errors import UserError, as_command
-from shoestring.mesh import open_mesh
 from shoestring.train.cuda_graph import GraphedForwardBackward
 from shoestring.train.objectives import CrossEntropy
 from shoestring.train.optim import set_lr
@@ -105,6 +103,7 @@ def rehearse(run: Run, micros: list[Any], sparse: bool) -> None:
 
 def measure(case: str, size: Size, corpus: Corpus, seed: int, seconds: float) -> tuple[dict[str, Any], dict[str, Any]]:
     """(config, what was found) of one variant, trained for `seconds` after its turn has come."""
+    began = time.perf_counter()
     run, data = build(case, size, corpus, seed, None)
     sparse = case.startswith("FST")
     if not sparse and case != "FP8":
@@ -115,6 +114,7 @@ def measure(case: str, size: Size, corpus: Corpus, seed: int, seconds: float) ->
     finish = DenseFinish(run.model, at=ENDLESS)
     hooks = make_hooks(case, size, run, seed, seconds, finish)
     passes = GraphedForwardBackward() if run.mesh.device.type == "cuda" else PlainForwardBackward()
+    print(f"{case}: ready after {time.perf_counter() - began:.0f} s", flush=True)
     take_turn()
     began = time.perf_counter()
     try:
@@ -167,38 +167,19 @@ def open_text(args: argparse.Namespace, size: Size) -> Corpus:
 
 
 def all_in_turns(args: argparse.Namespace) -> None:
-    """Every case in a process of its own, after the text and the table of sparse products are there."""
-    began = time.monotonic()
-    size = SIZES[args.size]
-    text = subprocess.Popen(command(args, "--prepare", "text"), env=child_environment())
-    subprocess.run(command(args, "--prepare", "products", "--cases", *args.cases), env=child_environment(), check=True)
-    if text.wait():
-        raise UserError("the text could not be prepared; what went wrong is above")
-    print(f"prepared after {time.monotonic() - began:.0f} s", flush=True)
-    left = args.limit - (time.monotonic() - began)
-    commands = [command(args, "--cases", case) for case in args.cases]
+    """Every case in a process of its own. FST chooses its sparse products while the others compile."""
+    commands = [command(args, case) for case in args.cases]
     # What is left after all have trained and been evaluated may be spent compiling.
-    patience = max(10.0, left - len(commands) * (args.seconds + 6.0))
+    patience = max(10.0, args.limit - len(commands) * (args.seconds + 6.0))
     with tempfile.TemporaryDirectory() as folder:
-        told = run_in_turns(commands, Path(folder), patience=patience, seconds=left, least=args.seconds + 3.0)
-    print(f"{size.shape['num_layers']} layers: {dict(zip(args.cases, told, strict=True))}", flush=True)
+        told = run_in_turns(commands, Path(folder), patience=patience, seconds=args.limit, least=args.seconds + 3.0)
+    print(dict(zip(args.cases, told, strict=True)), flush=True)
 
 
-def command(args: argparse.Namespace, *more: str) -> list[str]:
+def command(args: argparse.Namespace, case: str) -> list[str]:
     given = ["--size", args.size, "--seconds", str(args.seconds), "--max-bytes", str(args.max_bytes)]
     given += ["--seed", str(args.seed), *(["--corpus", str(args.corpus)] if args.corpus else [])]
-    return [sys.executable, "-m", "experiments.sparse24_wall_clock", *given, *more]
-
-
-def prepare(what: str, args: argparse.Namespace, size: Size) -> None:
-    """What all cases share, kept in the cache folder: the tokens, or which products of FST run sparse."""
-    if what == "text":
-        print(f"{len(open_text(args, size).train):,} training tokens", flush=True)
-        return
-    if open_mesh().device.type == "cuda":
-        for case in args.cases:
-            if case.startswith("FST"):
-                tune_products(on_paper(case, size, size.vocab_size), size.micro * size.context, torch.bfloat16)
+    return [sys.executable, "-m", "experiments.sparse24_wall_clock", *given, "--cases", case]
 
 
 def main() -> None:
@@ -210,14 +191,14 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max-bytes", type=int, default=96_000_000, help="of the text")
     parser.add_argument("--corpus", type=Path, help="a prepared corpus folder with its tokenizer.json")
-    parser.add_argument("--prepare", choices=("text", "products"), help="only this, for a later call")
+    parser.add_argument("--text-only", action="store_true", help="only tokenise the text, for a later call")
     args = parser.parse_args()
     if not 0 < args.seconds < math.inf:
         raise UserError(f"--seconds {args.seconds} is not possible: give more than 0")
     torch.set_float32_matmul_precision("high")  # as benchmarks/train_sparse24 times steps
     size = SIZES[args.size]
-    if args.prepare:
-        prepare(args.prepare, args, size)
+    if args.text_only:
+        print(f"{len(open_text(args, size).train):,} training tokens", flush=True)
     elif len(args.cases) > 1:
         all_in_turns(args)
     else:
