@@ -215,8 +215,10 @@ class Server:
         raise UserError(f"the server was not ready in time: {tail(self.log)}")
 
     def thread_seconds(self) -> dict[int, float]:
-        """Processor time of each of its threads."""
-        return {t.id: t.user_time + t.system_time for t in psutil.Process(self.process.pid).threads()}
+        """Processor time of each thread of its processes."""
+        first = psutil.Process(self.process.pid)
+        threads = [t for process in (first, *first.children()) for t in process.threads()]
+        return {t.id: t.user_time + t.system_time for t in threads}
 
 
 @contextlib.contextmanager

@@ -165,11 +165,18 @@ class Engine:
 
     # -- requests in and out --------------------------------------------------------------------------------
     def add(
-        self, prompt: Prompt, sampling: Sampling | None = None, *, deadline: float | None = None, checked: bool = False
+        self,
+        prompt: Prompt,
+        sampling: Sampling | None = None,
+        *,
+        deadline: float | None = None,
+        checked: bool = False,
+        wants_text: bool = True,
     ) -> Request:
         """Queue a prompt (text or token ids). `deadline`, on the engine's clock, ends it unfinished. `checked`: the
-        caller has validated the token ids and their number."""
-        request = self._request(prompt, sampling, checked)
+        caller has validated the token ids and their number. Without `wants_text` outputs have tokens only, unless stop
+        strings must be found."""
+        request = self._request(prompt, sampling, checked, wants_text)
         request.deadline = deadline
         self.scheduler.add(request)
         return request
@@ -325,7 +332,9 @@ class Engine:
         launched, self._launched_ahead = self._launched_ahead, None
         return [] if launched is None else self._complete(launched)
 
-    def _request(self, prompt: Prompt, sampling: Sampling | None, checked: bool = False) -> Request:
+    def _request(
+        self, prompt: Prompt, sampling: Sampling | None, checked: bool = False, wants_text: bool = True
+    ) -> Request:
         sampling = sampling or Sampling()
         tokens = encode_prompt(prompt, self.tokenizer)
         if not checked:
@@ -336,7 +345,7 @@ class Engine:
         if sampling.seed is None:
             sampling = replace(sampling, seed=secrets.randbits(63))
         stream = None
-        if self.tokenizer is not None:
+        if self.tokenizer is not None and (wants_text or sampling.stop):
             stream = TextStream(self.tokenizer.stream(shown=sampling.shown_special), sampling.stop)
         request = Request(tokens, len(tokens), sampling, next(self._ids), stream, rule)
         self.skip_sets.admit(request)
@@ -535,14 +544,11 @@ class Engine:
             self.draft_controller.discard_step()
 
     def _expire(self) -> list[Output]:
-        late = [r for r in (*self.running, *self.waiting) if r.deadline is not None]
-        now = self.clock() if late else 0.0
-        outputs = []
-        for request in late:
-            if request.deadline is not None and now >= request.deadline:
-                before = len(request.text)
-                self._finish(request, "deadline")
-                outputs.append(Output(request, [], request.text[before:], "deadline"))
+        now, outputs = self.clock(), []
+        for request in [r for r in (*self.running, *self.waiting) if r.deadline is not None and now >= r.deadline]:
+            before = len(request.text)
+            self._finish(request, "deadline")
+            outputs.append(Output(request, [], request.text[before:], "deadline"))
         return outputs
 
     def _propose(self) -> None:

@@ -203,8 +203,9 @@ class VerifyWithRules(Verifier):
 
     def note_gained(self, checks: Sequence[Check], gained: Sequence[Sequence[int]]) -> None:
         for check, new in zip(checks, gained, strict=True):
-            if isinstance(check.sampling, SamplingWithRules):
-                check.sampling.history.tokens.extend(without_no_token(new))
+            sampling = check.sampling
+            if isinstance(sampling, SamplingWithRules):
+                sampling.history.tokens.extend(without_no_token(new))
 
 
 def apply_rules(logits_RV: Tensor, checks: Sequence[Check]) -> Tensor:

@@ -4,6 +4,8 @@ An `EngineClient` lives on the event loop. It admits texts or refuses them (429,
 through an `EnginePort`, and stores what reports bring in the `OutputCollector` of each request. The port is the
 `EngineThread` itself where both share a process, or a socket to the process that has it (http_process.py).
 
+Tokens become text here, but for requests with stop strings, for which the engine has to know the text.
+
 A collector keeps what its reader has not taken yet and hands it over merged, one `ChoiceDelta` per choice. A client
 that does not read therefore never stalls the others and never holds more than its own text. While the event loop writes
 the events of one step the engine may compute the next ones: with hundreds of streams an event carries the tokens of a
@@ -22,8 +24,10 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import chain
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+from shoestring.model.tokenizer import Tokenizer
+from shoestring.serve.engine.request import TextStream
 from shoestring.serve.http.engine_messages import (
     ChoiceDelta,
     EngineFacts,
@@ -61,6 +65,13 @@ def merged(parts: Sequence[ChoiceDelta | Piece]) -> ChoiceDelta:
         vectors_ND=next((d.vectors_ND for d in deltas if d.vectors_ND is not None), None),
         versions=next((d.versions for d in reversed(deltas) if d.versions), ()),
     )
+
+
+def with_text(delta: ChoiceDelta, stream: TextStream) -> ChoiceDelta:
+    """With the text of its tokens; that of the token that ends a text is none."""
+    tokens = delta.token_ids[:-1] if delta.finish_reason == "stop" else delta.token_ids
+    pieces = [stream.push(token) for token in tokens]
+    return delta._replace(text="".join(pieces) + ("" if delta.finish_reason is None else stream.flush()))
 
 
 class OutputCollector:
@@ -116,15 +127,24 @@ class EnginePort(Protocol):
         """The metrics for Prometheus; takes some milliseconds."""
 
 
+class Reader(NamedTuple):
+    """Who reads an open text."""
+
+    collector: OutputCollector
+    index: int  # of the choice in its request
+    client: str
+    stream: TextStream | None  # None: the engine gives the text
+
+
 class EngineClient:
-    def __init__(self, facts: EngineFacts, port: EnginePort, snapshot: EngineSnapshot) -> None:
+    def __init__(self, facts: EngineFacts, port: EnginePort, tokenizer: Tokenizer, snapshot: EngineSnapshot) -> None:
         self.facts, self.port, self.snapshot = facts, port, snapshot
+        self._tokenizer = tokenizer
         self.alive = True
         self.closed: ApiError | None = None  # why nothing new is accepted
         self._loop: asyncio.AbstractEventLoop | None = None  # since the first request
         self._ids = itertools.count()
-        # Submitted and not ended: who reads it as which choice, and whose it is.
-        self._open: dict[int, tuple[OutputCollector, int, str]] = {}
+        self._open: dict[int, Reader] = {}  # submitted and not ended
         self._num_open_of: Counter[str] = Counter()  # by client
         self._heard = 0.0  # when the engine last reported, or got something to do
 
@@ -173,7 +193,9 @@ class EngineClient:
             self._heard = time.monotonic()
         for index, choice in enumerate(choices):
             choice.id = next(self._ids)
-            self._open[choice.id] = (collector, index, client)
+            sampling = choice.sampling
+            stream = None if sampling.stop else TextStream(self._tokenizer.stream(shown=sampling.shown_special))
+            self._open[choice.id] = Reader(collector, index, client, stream)
         self._num_open_of[client] += len(choices)
         self.port.post(("add", choices))
 
@@ -186,19 +208,21 @@ class EngineClient:
         """Counters first: a reader that has its answer finds it counted."""
         self._heard, self.snapshot = time.monotonic(), report.snapshot
         readers = self._open
-        filled: list[tuple[tuple[OutputCollector, int, str], ChoiceDelta | Piece]] = []
+        filled: list[tuple[Reader, ChoiceDelta | Piece]] = []
         for number, text, token in zip(*report.pieces, strict=True):
-            if (found := readers.get(number)) is not None:
-                filled.append((found, (text, (token,))))
-        filled += [(readers[number], part) for number, part in report.parts if number in readers]
+            if (reader := readers.get(number)) is not None:
+                filled.append((reader, (text if reader.stream is None else reader.stream.push(token), (token,))))
+        for number, part in report.parts:
+            if (reader := readers.get(number)) is not None:
+                filled.append((reader, part if reader.stream is None else with_text(part, reader.stream)))
         for number in report.ended:
-            if (found := readers.pop(number, None)) is not None:
-                self._num_open_of[found[2]] -= 1
-                if not self._num_open_of[found[2]]:
-                    del self._num_open_of[found[2]]
+            if (reader := readers.pop(number, None)) is not None:
+                self._num_open_of[reader.client] -= 1
+                if not self._num_open_of[reader.client]:
+                    del self._num_open_of[reader.client]
         self.alive = self.alive and not report.dead
-        for (collector, index, _), part in filled:
-            collector.put(index, part)
+        for reader, told in filled:
+            reader.collector.put(reader.index, told)
         if report.closed is not None:
             self.close(report.closed)
             self._tell_all(report.closed)
@@ -207,8 +231,8 @@ class EngineClient:
             self._num_open_of.clear()
 
     def _tell_all(self, error: ApiError) -> None:
-        for collector, index, _ in self._open.values():
-            collector.put(index, ChoiceDelta(error=error))
+        for reader in self._open.values():
+            reader.collector.put(reader.index, ChoiceDelta(error=error))
 
     # -- from any thread ------------------------------------------------------------------------------------
     def deliver(self, report: Report) -> None:

@@ -128,7 +128,8 @@ class Report:
     """What one turn of the engine's thread gave. A text is in `pieces` or in `parts`, or in `pieces` and then in
     `parts`."""
 
-    # Texts that gained one token and nothing else: the numbers of the choices, the texts, the tokens.
+    # Texts that gained one token and nothing else: the numbers of the choices, the texts, the tokens. Text is there
+    # where the engine looks for stop strings; otherwise the client makes it of the tokens.
     pieces: tuple[list[int], list[str], list[int]] = field(default_factory=lambda: ([], [], []))
     parts: list[tuple[int, ChoiceDelta]] = field(default_factory=list)
     ended: list[int] = field(default_factory=list)

@@ -86,6 +86,7 @@ class EngineThread:
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._known: dict[int, PendingChoice] = {}  # by their own ids; not done
         self._choices: dict[int, PendingChoice] = {}  # by the engine's request id
+        self._not_started: set[PendingChoice] = set()  # of those, the ones that were not scheduled yet
         self._to_score: WaitingLine[PendingChoice] = WaitingLine()
         self._score_from = 0.0  # not before, while texts are computed
         self._scored: PendingChoice | None = None  # its prompt is being scored
@@ -277,13 +278,16 @@ class EngineThread:
     def _enter(self, choice: PendingChoice) -> None:
         try:
             if choice.request is None:
-                choice.request = self.engine.add(choice.prompt, choice.sampling, deadline=choice.deadline, checked=True)
+                asked = choice.prompt, choice.sampling
+                choice.request = self.engine.add(*asked, deadline=choice.deadline, checked=True, wants_text=False)
             else:
                 self.engine.resume(choice.request)
         except UserError as error:
             self._fail(choice, ApiError(400, str(error)))
             return
         self._choices[choice.request.id] = choice
+        if choice.started is None:
+            self._not_started.add(choice)
 
     def _pause(self, choice: PendingChoice) -> None:
         assert choice.request is not None
@@ -364,10 +368,11 @@ class EngineThread:
 
     def _hand_out(self, outputs: Sequence[Output]) -> None:
         now = self.engine.clock()
-        for choice in self._choices.values():
-            if choice.started is None and choice.request is not None and choice.request.scheduled_at is not None:
+        for choice in list(self._not_started):
+            if choice.request is not None and choice.request.scheduled_at is not None:
                 self._start(choice, choice.request.scheduled_at)
-        gaps: Counter[float] = Counter()  # most texts of a step have waited for the same time
+                self._not_started.discard(choice)
+        gaps: dict[float, int] = {}  # most texts of a step have waited for the same time
         num_tokens = 0
         ids, texts, tokens = self._report.pieces
         for output in outputs:
@@ -402,7 +407,8 @@ class EngineThread:
             if num and choice.first_token is None:
                 self._time_first_token(choice, now)
             elif num:
-                gaps[(now - choice.last_token) / num] += num
+                gap = (now - choice.last_token) / num
+                gaps[gap] = gaps.get(gap, 0) + num
                 choice.last_token = now
             if reason is not None:
                 self._close_choice(choice, reason)
@@ -457,6 +463,7 @@ class EngineThread:
         if choice.request is not None:
             self._choices.pop(choice.request.id, None)
         self._known.pop(choice.id, None)
+        self._not_started.discard(choice)
         self._report.ended.append(choice.id)
         self._seconds_per_choice += 0.1 * (now - (choice.started or now) - self._seconds_per_choice)
         self.metrics.count_finished(reason)

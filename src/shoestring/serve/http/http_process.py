@@ -218,7 +218,7 @@ def serve_http(connection: socket.socket, options: ServeOptions) -> int:
     facts = EngineFacts(**{**about["facts"], "eos_ids": tuple(about["facts"]["eos_ids"])})
     tokenizer = tokenizer_from(about["tokenizer"])
     port = EngineConnection(reader)
-    client = EngineClient(facts, port, EngineSnapshot())
+    client = EngineClient(facts, port, tokenizer, EngineSnapshot())
     http = HttpServer(
         replace(options, pooling=about["pooling"]),
         about["name"],

@@ -156,7 +156,7 @@ class Service:
         facts = self.engine_thread.facts(max(64, 2 * max_running) if options.max_queue is None else options.max_queue)
         grammars = Grammars(tokenizer, facts.vocab_size, facts.eos_ids)
         if http_process is None:
-            self.client = EngineClient(facts, self.engine_thread, self.engine_thread.snapshot())
+            self.client = EngineClient(facts, self.engine_thread, tokenizer, self.engine_thread.snapshot())
             self.engine_thread.on_report = self.client.deliver
             http = HttpServer(options, name, tokenizer, self.client, grammars, listener)
             self.server = http.server
