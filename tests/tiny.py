@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from shoestring.mesh import open_mesh
-from shoestring.model import Decoder, ModelSpec, Tokenizer
+from shoestring.model import Decoder, ModelSpec, Tokenizer, hf_names
 from shoestring.model.parallel import init_weights
 from shoestring.runlog import RunLog
 from shoestring.train.data import TokenData
@@ -234,3 +234,33 @@ def taught(steps: int, *, width: int = 32, lr: float = 1e-2, seed: int = 0) -> t
     data = TokenData(text, context=32, batch=32, seed=seed)
     train(run, data, CrossEntropy(), steps=steps, schedule=warmup_cosine(lr, warmup=20, steps=steps))
     return model, text
+
+
+# -- names of tensors --------------------------------------------------------------------------------
+
+
+def to_hf_names(spec: ModelSpec, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A whole state dict in Hugging Face's names and shapes, by the functions that `save_model` uses."""
+    packed = _is_packed(state)
+    plan = hf_names.merge_plan(spec, state, packed=packed)
+    return {hf: hf_names.merge(spec, ours, [state[n] for n in ours], packed=packed) for hf, ours in plan.items()}
+
+
+def from_hf_names(spec: ModelSpec, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The inverse, by the functions that `load_model` uses. Constants are dropped."""
+    packed = _is_packed(state)
+    ours: dict[str, Tensor] = {}
+    for name, stored in hf_names.with_prefix(spec, state).items():
+        if hf_names.is_constant(spec, name):
+            continue
+        targets = hf_names.targets_of(spec, name, packed=packed)
+        assert targets, f"{stored} does not belong to the model"
+        for target in targets:
+            ours[target] = hf_names.source_of(spec, target, packed=packed).take(state[stored])
+    return ours
+
+
+def _is_packed(state: dict[str, Tensor]) -> bool:
+    """Parts without the weight they were made from."""
+    split = [name.rpartition(".") for name in state]
+    return any(leaf.startswith("weight_") and f"{module}.weight" not in state for module, _, leaf in split)

@@ -105,6 +105,8 @@ def test_rules_that_cannot_work_change_nothing(rules: list[tuple[str, Format]], 
     with pytest.raises(UserError, match=message):
         convert(model, rules)
     assert not formats_of(model) and not any(isinstance(m, FormatLinear) for m in model.modules())
+    with pytest.raises(UserError, match="this model has no linear layer and no embedding"):
+        convert(nn.Sequential(nn.ReLU()), [("*", IntAsym())])
 
 
 def test_the_head_is_converted_when_named() -> None:

@@ -15,8 +15,7 @@ from shoestring.errors import UserError
 from shoestring.formats import convert, pack, parse_format
 from shoestring.model import Decoder, load_model, save_model
 from shoestring.model.export import export_model
-from shoestring.model.hf_names import from_hf_names
-from tiny import GPT2, LLAMA, logits, random_model, tiny_tokenizer
+from tiny import GPT2, LLAMA, from_hf_names, logits, random_model, tiny_tokenizer
 
 SPEC = replace(LLAMA, d_model=64, head_dim=16, d_ff=96, qkv_bias=True, model_type="qwen2")
 

@@ -160,6 +160,10 @@ def test_read_prompts(tmp_path: Path) -> None:
     rows = [{"question": "1+1?", "answer": "2"}, {"turns": ["hello", "more"]}, {"text": "x"}]
     (tmp_path / "q.jsonl").write_text("\n".join(map(json.dumps, rows)))
     assert read_prompts(str(tmp_path / "q.jsonl")) == ["1+1?", "hello", "x"]
+
+    # Lines that are wrapped at a width: paragraphs end at blank lines.
+    text.write_text("\n\n".join("\n".join([f"{i} begins"] + ["words of a line"] * (20 * i)) for i in range(3)))
+    assert [prompt[:30] for prompt in read_prompts(str(text))] == [f"{i} begins words of a line words" for i in (1, 2)]
     (tmp_path / "alpaca.json").write_text(json.dumps([{"instruction": "Sum:", "input": "1 2"}, "plain"]))
     assert read_prompts(str(tmp_path / "alpaca.json")) == ["Sum:\n1 2", "plain"]
     (tmp_path / "empty.txt").write_text("a b c\n")

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     name="shoestring",
     help="Train, shrink and serve language models on a shoestring.",
-    epilog="MODEL is a Hugging Face folder, a run folder or a .gguf file. First steps: shoestring demo",
+    epilog="MODEL is a Hugging Face folder, a run folder, a .gguf file or a hub id. First steps: shoestring demo",
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,

@@ -19,7 +19,7 @@ from shoestring.errors import UserError
 if TYPE_CHECKING:
     from shoestring.state.reshard.layouts import Layout
 
-reshard_app = typer.Typer(help="Move tensors from one mesh to another.", no_args_is_help=True)
+reshard_app = typer.Typer(help="Plan how tensors move from one mesh to another.", no_args_is_help=True)
 
 LayoutOf = Callable[[str, tuple[int, ...]], "Layout"]  # of a tensor's name and shape
 Shapes = dict[str, tuple[tuple[int, ...], int]]  # name -> shape, bytes per element

@@ -158,7 +158,7 @@ def stream_text(engine: Engine, tokens: list[int], sampling: Sampling, stats: bo
             share = f"{s.num_accepted} of {s.num_drafted} drafted tokens accepted ({s.acceptance:.0%})"
             print(f"[{share}, {s.num_steps} steps, {s.num_new_tokens / s.num_steps:.2f} tokens per step]")
         elif engine.drafter is not None:
-            print("[nothing was drafted: there was no guess, or guessing ahead did not pay]")
+            print("[nothing was drafted: there was no guess, or drafting was not faster]")
     return "".join(pieces)
 
 

@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from shoestring.errors import UserError
 from shoestring.model.spec import ModelSpec
 
 
@@ -229,15 +228,6 @@ def with_prefix(spec: ModelSpec, names: Iterable[str]) -> dict[str, str]:
     return {n if n.startswith(head) else prefix + n: n for n in names}
 
 
-def is_packed(names: Iterable[str]) -> bool:
-    """Whether a state dict holds packed weights: parts without the weight they were made from."""
-    names = set(names)
-    return any(
-        leaf.startswith("weight_") and f"{module}.weight" not in names
-        for module, _, leaf in (n.rpartition(".") for n in names)
-    )
-
-
 def merge_plan(spec: ModelSpec, names: Iterable[str], *, packed: bool) -> dict[str, list[str]]:
     """{Hugging Face tensor: our tensors, in row order, that it is made of}."""
     plan: dict[str, list[str]] = {}
@@ -256,25 +246,3 @@ def merge(spec: ModelSpec, names: list[str], tensors: list[Tensor], *, packed: b
     else:
         whole = torch.cat([t.unflatten(0, (source.heads, -1)) for t in tensors], dim=1).flatten(0, 1)
     return whole.t().contiguous() if source.transpose else whole
-
-
-def to_hf_names(spec: ModelSpec, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A whole state dict in Hugging Face's names and shapes; packed parts keep their shapes."""
-    packed = is_packed(state)
-    plan = merge_plan(spec, state, packed=packed)
-    return {hf: merge(spec, ours, [state[n] for n in ours], packed=packed) for hf, ours in plan.items()}
-
-
-def from_hf_names(spec: ModelSpec, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The inverse of `to_hf_names`. Constants are dropped; a name that is not the model's is a UserError."""
-    packed = is_packed(state)
-    ours: dict[str, Tensor] = {}
-    for name, stored in with_prefix(spec, state).items():
-        targets = targets_of(spec, name, packed=packed)
-        if is_constant(spec, name):
-            continue
-        if not targets:
-            raise UserError(f"tensor {stored!r} does not belong to a {spec.model_type} model of this config.json")
-        for target in targets:
-            ours[target] = source_of(spec, target, packed=packed).take(state[stored])
-    return ours

@@ -56,6 +56,8 @@ def parallelize(model: Decoder, mesh: Mesh, cfg: ParallelConfig) -> Decoder:
     tp = mesh.axis("tp")
     if tp is not None:
         tensor_parallel_(model, tp)
+    if cfg.compile != "off":
+        uncompiled_expert_loops_(model)
     for block in model.blocks:
         if cfg.recompute:
             recompute_(block)
@@ -69,6 +71,14 @@ def parallelize(model: Decoder, mesh: Mesh, cfg: ParallelConfig) -> Decoder:
     if dp is not None:
         shard_(model, dp, cfg.compute_dtype)
     return model
+
+
+def uncompiled_expert_loops_(model: nn.Module) -> None:
+    """Leave the loops over experts out of what torch.compile compiles: they would be compiled again whenever other
+    numbers of rows choose an expert. The experts inside are compiled, as one graph for all."""
+    for module in model.modules():
+        if isinstance(module, MixtureOfExperts):
+            module.through_experts = torch.compiler.disable(module.through_experts, recursive=False)  # type: ignore[method-assign]
 
 
 # -- tensor parallel --------------------------------------------------------------------------------------------

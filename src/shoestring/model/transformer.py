@@ -191,7 +191,7 @@ class MixtureOfExperts(nn.Module):
     """Each row through its `top_k` experts; see layer_plan.ExpertsPlan.
 
     Experts are ordinary feed-forward layers, so that every Format, calibration and packing works on each of them.
-    A loop over those that have rows: on a GPU this waits for the choice. Rows without a choice cost nothing.
+    A loop over those that have rows: on a GPU this waits once for the choice. Experts without rows cost nothing.
     Under tensor parallelism each rank of `group` holds a part of every expert's inner width; all ranks choose alike,
     and their sums are added once.
     """
@@ -219,16 +219,24 @@ class MixtureOfExperts(nn.Module):
         if self.group is not None:  # from here on ranks compute parts
             rows_RD, weight_RK = collectives.copy_to(rows_RD, self.group), collectives.copy_to(weight_RK, self.group)
             gate_R1 = None if gate_R1 is None else collectives.copy_to(gate_R1, self.group)
-        out_RD = torch.zeros_like(rows_RD)
-        for expert in chosen_RK.unique().tolist():
-            row, place = (chosen_RK == expert).nonzero(as_tuple=True)
-            part = self.experts[expert](rows_RD[row]) * weight_RK[row, place, None].to(x.dtype)
-            out_RD = out_RD.index_add(0, row, part)
+        out_RD = self.through_experts(rows_RD, weight_RK, chosen_RK)
         if self.shared is not None and gate_R1 is not None:
             out_RD = out_RD + gate_R1 * self.shared(rows_RD)
         if self.group is not None:
             out_RD = collectives.sum_over(out_RD, self.group)
         return out_RD.view(x.shape)
+
+    def through_experts(self, rows_RD: Tensor, weight_RK: Tensor, chosen_RK: Tensor) -> Tensor:
+        """The choices are sorted by expert; one list of counts says which of them belong to whom."""
+        counts = chosen_RK.flatten().bincount(minlength=len(self.experts)).tolist()
+        choices = chosen_RK.flatten().argsort(stable=True).split(counts)
+        out_RD = torch.zeros_like(rows_RD)
+        for expert, choice_C, num in zip(self.experts, choices, counts, strict=True):
+            if num:
+                row_C = choice_C // self.top_k
+                weight_C1 = weight_RK.flatten()[choice_C, None].to(rows_RD.dtype)
+                out_RD = out_RD.index_add(0, row_C, expert(rows_RD[row_C]) * weight_C1)
+        return out_RD
 
 
 class Block(nn.Module):

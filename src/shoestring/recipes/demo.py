@@ -73,12 +73,12 @@ from shoestring.train.step import Micro, Run
 PROMPT = "def main("
 CONTEXT = 128  # of the small model
 ABOUT = (
-    "MB is the size of the weight files. On a CPU packed layers are decoded once when they are loaded: smaller on "
-    "disk, in memory and speed like a dense model; with 8-bit activations (--int8-activations) their codes are "
-    "multiplied as they are. A new token then takes one call of compiled C++, several times as fast; a prompt takes "
-    "torch's own operator, which can be slower than fp32 (the prefill column). Speeds are a quick look at 16 tokens of "
-    "prompt, not a benchmark. Rounding to the nearest level is the simplest way to shrink a model, and costs a small "
-    "model most."
+    "MB is the size of the weight files. On a CPU, packed layers are decoded once when they are loaded: they are small "
+    "on disk, and like a dense model in memory and speed. With 8-bit activations (--int8-activations) the codes are "
+    "multiplied directly. A new token then takes one call of compiled C++, several times as fast; a prompt goes "
+    "through torch's own operator, which can be slower than fp32 (the prefill column). The speeds come from a short "
+    "test, not from a benchmark. Rounding to the nearest level is the simplest way to shrink a model, and hurts small "
+    "models most."
 )
 QUESTION = "What is the capital of France? Answer in one sentence."
 
@@ -325,6 +325,7 @@ def chat_pretrained(demo: Demo) -> None:
     if demo.device.type == "cpu" and has_arm_kernels():  # slow for prompts on other CPUs
         quantize_activations(loaded.model)
         look("8-bit activations", "SmolLM2-135M, 8-bit activations")
+        demo.log.say("  8-bit activations make decoding faster; a prompt takes another operator, which can be slower")
 
 
 def write_page(demo: Demo) -> None:

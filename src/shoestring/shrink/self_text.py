@@ -20,6 +20,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -38,8 +39,9 @@ from shoestring.serve.engine.sampling import Sampling
 from shoestring.train.corpus import documents
 
 PAPER = Sampling(temperature=0.7, top_p=1.0, max_tokens=1024, seed=0)  # BitDistiller's settings
-# BitDistiller's prompts from running text: the first 128 characters of paragraphs longer than 512.
-PREFIX, LONG = 128, 512
+# BitDistiller's prompts from running text: the first 128 characters of paragraphs longer than 512. Paragraphs of
+# wrapped text are shorter: longer than 256.
+PREFIX, LONG, WRAPPED = 128, 512, 256
 GROUPS = 8  # new prompts are added when 1/8 of the requests are free
 # Beginnings of several kinds of text, from which a model writes a mix to calibrate on.
 BEGINNINGS = (
@@ -245,8 +247,8 @@ def read_prompts(source: str, limit: int | None = None) -> list[str]:
     found = _listed_prompts(path) if path.suffix in (".jsonl", ".json") else _beginnings(source)
     if not found:
         raise UserError(
-            f"prompts={source} gives no prompt: a text needs paragraphs longer than {LONG} characters, a list objects "
-            f"with one of {', '.join(PROMPT_KEYS)}"
+            f"prompts={source} gives no prompt: a text needs paragraphs longer than {WRAPPED} characters, a list "
+            f"objects with one of {', '.join(PROMPT_KEYS)}"
         )
     if limit is None or limit >= len(found):
         return found
@@ -266,9 +268,13 @@ def check_room(prompts: list[str], tokenizer: Tokenizer, max_new: int, least: in
 
 
 def _beginnings(source: str) -> list[str]:
-    found = documents(source, key="prompts")
-    lines = [line.strip() for document in found for line in document.text.split("\n")]
-    return [line[:PREFIX] for line in lines if len(line) > LONG]
+    """A line is a paragraph; where no line is long, the lines are wrapped, and paragraphs end at blank lines."""
+    texts = [document.text for document in documents(source, key="prompts")]
+    lines = [line.strip() for text in texts for line in text.split("\n")]
+    if whole := [line[:PREFIX] for line in lines if len(line) > LONG]:
+        return whole
+    paragraphs = [" ".join(part.split()) for text in texts for part in re.split(r"\n\s*\n", text)]
+    return [paragraph[:PREFIX] for paragraph in paragraphs if len(paragraph) > WRAPPED]
 
 
 def _listed_prompts(path: Path) -> list[str]:

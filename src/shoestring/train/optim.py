@@ -24,7 +24,7 @@ def adamw(
     weight_decay: float = 0.1,
     eps: float = 1e-8,
 ) -> torch.optim.AdamW:
-    """AdamW with decay on matrices only; fused on CUDA. The two groups are the same on every mesh.
+    """AdamW with decay on matrices only; fused where torch can. The two groups are the same on every mesh.
 
     Learned grids of quantized layers are not decayed: a smaller scale is not a simpler model.
     """
@@ -34,8 +34,9 @@ def adamw(
     groups = decay_groups(model, weight_decay, without=grids)
     if not groups:
         raise UserError("the model has no trainable parameters; nothing to optimise")
-    on_cuda = any(local(p).is_cuda for group in groups for p in group["params"])
-    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True if on_cuda else None)
+    devices = {local(p).device.type for group in groups for p in group["params"]}
+    fused = True if devices <= {"cpu", "cuda"} else None  # one pass over each tensor; on a CPU half the time or less
+    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=fused)
 
 
 def decay_groups(model: nn.Module, weight_decay: float, without: Container[int] = ()) -> list[dict[str, Any]]:

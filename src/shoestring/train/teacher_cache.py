@@ -60,7 +60,6 @@ class TopK(NamedTuple):
     ids_BTk: Tensor  # int64, likeliest first
     logp_BTk: Tensor  # fp32
     tail_logp_BT: Tensor  # fp32: log of the probability of all tokens that are not in ids
-    target_logp_BT: Tensor  # fp32: of the target in the corpus
 
 
 def one_epoch(data: TokenData, steps: int | None = None) -> Iterator[Micro]:
@@ -367,8 +366,7 @@ class TeacherCache(_Cache):
         tail = found["tail"].masked_fill(~there, 0.0)
         ids = torch.where(there[..., None], found["ids"], torch.arange(self.k, device=tail.device))
         total = torch.logsumexp(torch.cat([top, tail[..., None]], dim=-1), dim=-1)
-        target = found["target"].masked_fill(~there, LOWEST)
-        return TopK(ids, top - total[..., None], tail - total, target)
+        return TopK(ids, top - total[..., None], tail - total)
 
     def _check(self, fine_BT: Tensor) -> None:
         message = f"the cache in {self.folder} lacks targets that are trained on: build it with the same data"

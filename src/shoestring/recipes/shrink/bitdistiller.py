@@ -3,7 +3,7 @@
 Clip every group's range, let the full model write a text, and train the quantized copy on it with CAKLD against the
 full model.
 
-Run:     shoestring run shrink/bitdistiller model=DIR format=int2:g128 prompts=some.txt text=other.txt
+Run:     shoestring run shrink/bitdistiller model=DIR format=int2:g64 prompts=some.txt text=other.txt
          shoestring run shrink/bitdistiller model=DIR format=nf3:g64 data=my/texts teacher=cached steps=400
          shoestring run shrink/bitdistiller resume=RUN       continues after Ctrl-C or a crash
          torchrun --nproc-per-node 4 -m shoestring run shrink/bitdistiller mesh.dp=4 model=DIR ...
