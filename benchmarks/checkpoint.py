@@ -538,14 +538,15 @@ def table() -> str:
     for case in cases:
         stall, lost = cells[case, "stall_ms"], cells[case, "lost_step_time"]
         ratio = "" if stall["ratio"] is None else f"{stall['ratio']:,.3g}x"
-        size = f"{stall['config']['state_gib']:g} GiB"
-        rows.append([case, size, stall_text(stall["value"]), ratio, f"{max(lost['value'], 0.0):.2g} %"])
-    head = ["case", "state", "stall of a save", "less than DCP sync", "step time lost at one save a minute"]
+        rows.append([case, stall_text(stall["value"]), ratio, f"{max(lost['value'], 0.0):.2g} %"])
+    head = ["case", "stall of a save", "less than DCP sync", "step time lost at one save a minute"]
     restores = [n for n in lines if n["metric"] == "restore_gbps"]
-    huge = {n["case"]: " (tmpfs with huge pages)" if n["config"].get("pages") == "huge" else "" for n in restores}
-    text = "; ".join(f"{n['case'].split(',')[0]} {n['value']:.3g} GB/s{huge[n['case']]}" for n in restores)
+    pages = {n["case"]: "huge pages" if n["config"].get("pages") == "huge" else "small pages" for n in restores}
+    text = "; ".join(
+        f"{n['case'].split(',')[0]} {n['value']:.3g} GB/s ({pages[n['case']]}, {n['commit']})" for n in restores
+    )
     steps = "; ".join(
-        f"{m}: {c['tokens']:,} tokens and {c['step_ms']:g} ms a step"
+        f"{m}: {c['state_gib']:g} GiB, {c['tokens']:,} tokens and {c['step_ms']:,.0f} ms a step"
         for m, c in {n["config"]["model"]: n["config"] for n in shown}.items()
     )
     return (

@@ -48,7 +48,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from benchmarks.processes import REPO, child_environment
-from benchmarks.results import markdown, newest, provenance, record
+from benchmarks.results import newest, provenance, record
 from shoestring.errors import UserError, as_command
 from shoestring.mesh import Mesh, MeshConfig, open_mesh
 from shoestring.runlog import RunLog
@@ -411,24 +411,18 @@ def table() -> str:
     lines = newest("faults")
     if not lines:
         return "Not measured yet."
-    cases = list(dict.fromkeys(n["case"] for n in lines))
     cells = {(n["case"], n["metric"]): n for n in lines}
-    rows = []
-    for case in cases:
-        one = cells[case, "kills"]
-        lost = cells.get((case, "lost_steps"))
-        flipped = one["quality"].get("flipped", 0)
-        rows.append(
-            [
-                case,
-                f"{one['value']:,.0f}",
-                f"{cells[case, 'corrupt']['value']:.0f}",
-                f"{one['quality'].get('refused', 0)} of {flipped}" if flipped else "",
-                "" if lost is None else "{} of {}".format(*lost["quality"]["worst"]),
-            ]
-        )
-    head = ["run", "kills", "wrong bits loaded", "refused, of flipped bytes", "most steps repeated, of an interval"]
-    return markdown(head, rows) + hosts_text(cells) + provenance(lines)
+    kills = {case: n for (case, metric), n in cells.items() if metric == "kills"}
+    wrong = sum(n["value"] for (_, metric), n in cells.items() if metric == "corrupt")
+    flipped, refused = (sum(n["quality"].get(key, 0) for n in kills.values()) for key in ("flipped", "refused"))
+    lost = {case: n["quality"]["worst"] for (case, metric), n in cells.items() if metric == "lost_steps"}
+    repeated = "; ".join(f"{case}: {steps} of {interval}" for case, (steps, interval) in lost.items())
+    return (
+        f"{sum(n['value'] for n in kills.values()):,.0f} kills ("
+        + "; ".join(f"{case}: {n['value']:,.0f}" for case, n in kills.items())
+        + f"): wrong bits were loaded {wrong:.0f} times. {flipped} bytes were flipped; {refused} times the version "
+        f"was refused. Most steps repeated, of an interval: {repeated}." + hosts_text(cells) + provenance(lines)
+    )
 
 
 def hosts_text(cells: dict[tuple[str, str], dict[str, Any]]) -> str:
