@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -329,7 +329,7 @@ def off_text() -> str:
 
 WAYS = {  # rows of `published`: name, and whether a method belongs there
     "BitDistiller, its batches of 128": lambda m: m.startswith("bitdistiller") and "batch=128" in m,
-    "BitDistiller, batches of 32": lambda m: _kind(m) == "bitdistiller" and "batch=" not in m,
+    "BitDistiller": lambda m: _kind(m) == "bitdistiller" and "batch=128" not in m,
     "BitDistiller, mix of formats": lambda m: _kind(m) == THEIRS_MIXED,
     "ours": lambda m: _kind(m) == "ours",
     "ours, mix of formats": lambda m: _kind(m) == MIXED,
@@ -337,41 +337,50 @@ WAYS = {  # rows of `published`: name, and whether a method belongs there
 
 
 def published() -> str:
-    """BitDistiller as published and ours, on one text with one number of tokens, at as many rates each."""
-    lines = [n for n in counting() if n["config"]["model"] == SMOLLM2]
-    texts = [n["config"]["text_id"] for n in lines if ",best" in n["config"]["method"]]
-    if not texts:
+    """BitDistiller as published and ours, of each model on one text with one number of tokens."""
+    rows, shown, said = [], [], []
+    for model in (SMOLLM2, STORIES):
+        lines = [n for n in counting() if n["config"]["model"] == model and "valid" in n["quality"]]
+        texts = [n["config"]["text_id"] for n in lines if ",best" in n["config"]["method"]]
+        if not texts:
+            continue
+        full = [n["quality"] for n in lines if n["config"]["method"] == "dense"][-1]
+        lines = [n for n in lines if n["config"].get("text_id") == texts[-1]]
+        for label in sorted({n["config"]["format"] for n in lines}, key=_order):
+            of = [n for n in lines if n["config"]["format"] == label]
+            rows += [[model, label, *row] for name, belongs in WAYS.items() if (row := _way(name, belongs, of))]
+        tokens = " or ".join(f"{t:,}" for t in sorted({n["config"]["training_tokens"] for n in lines}))
+        off = f", novels {_number(full['novels'])}" if "novels" in full else ""
+        said.append(f"{model}: {tokens} training tokens; full precision {_number(full['perplexity'])}{off}.")
+        shown += lines
+    if not rows:
         return "Not measured yet."
-    full = next(n["quality"] for n in reversed(lines) if n["config"]["method"] == "dense" and "novels" in n["quality"])
-    lines = [n for n in lines if n["config"].get("text_id") == texts[-1]]
-    rows = []
-    for label in sorted({n["config"]["format"] for n in lines}, key=_order):
-        for name, belongs in WAYS.items():
-            runs: dict[str, list[dict[str, Any]]] = {}
-            for n in lines:
-                if n["config"]["format"] == label and belongs(n["config"]["method"]):
-                    runs.setdefault(n["config"]["method"], []).append(n)
-            if not runs:
-                continue
-            # By seed 0, which every setting has.
-            of_seed_0 = {
-                m: next(n["quality"]["valid"] for n in of if not n["config"]["seed"]) for m, of in runs.items()
-            }
-            best = runs[min(of_seed_0, key=lambda m: of_seed_0[m])]
-            cells = [_range(sorted(n["quality"][k] for n in best)) for k in ("valid", "perplexity", "novels")]
-            chosen = f"`{best[0]['config']['method'].partition('@')[2]}`"
-            rows.append(
-                [label, f"{best[0]['config']['bits']:.2f}", name, f"{len(runs)}", chosen, f"{len(best)}", *cells]
-            )
-    header = ["format", "bits/weight", "method", "settings", "best by validation", "seeds"]
-    tokens = sorted({n["config"]["training_tokens"] for n in lines})
-    said = (
-        f"\n\n{SMOLLM2}, {' or '.join(f'{t:,}' for t in tokens)} training tokens of one text that it wrote itself. "
-        f"Perplexity on the WikiText-2 validation text, its test text (full precision {_number(full['perplexity'])}) "
-        f"and novels ({_number(full['novels'])}). BitDistiller keeps its best state by the validation text and "
-        "searches 10 x 10 ranges a group, as published."
+    told = (
+        "\n\nPerplexity; of several seeds lowest to highest. Of the settings (learning rates) the one "
+        "with the lowest perplexity on validation text is shown. All rows of a model train on one text with as many "
+        "tokens. BitDistiller searches 10 x 10 ranges a group and keeps its best state by the validation text, as "
+        f"published. {' '.join(said)}"
     )
-    return markdown([*header, "validation", "WikiText-2", "novels"], rows) + said + provenance(lines)
+    header = ["model", "format", "bits/weight", "method", "settings", "shown", "seeds", "test", "novels"]
+    return markdown(header, rows) + told + provenance(shown)
+
+
+def _way(name: str, belongs: Callable[[str], bool], lines: list[dict[str, Any]]) -> list[str] | None:
+    """The setting with the lowest validation perplexity of seed 0, which every setting has."""
+    runs: dict[str, list[dict[str, Any]]] = {}
+    for n in lines:
+        if belongs(n["config"]["method"]):
+            runs.setdefault(n["config"]["method"], []).append(n)
+    judged = {m: n["quality"]["valid"] for m, of in runs.items() for n in of if n["config"]["seed"] == 0}
+    if not judged:
+        return None
+    best = runs[min(judged, key=lambda m: judged[m])]
+    off = sorted(n["quality"]["novels"] for n in best if "novels" in n["quality"])
+    config = best[0]["config"]
+    rate = f"{config['lr']:g}" if "lr" in config else f"{config['rates']:g} of its rates"
+    bits, seeds = f"{config['bits']:.2f}", f"{len(best)}"
+    measured = [_range(sorted(n["quality"]["perplexity"] for n in best)), _range(off) if off else ""]
+    return [bits, name, f"{len(judged)}", rate, seeds, *measured]
 
 
 def two_bits() -> str:
