@@ -73,9 +73,9 @@ CASES: dict[str, tuple[str, ModelSpec, str, str]] = {
 VARIANTS = [
     RowStepPlan(),
     RowStepPlan(share_keys=128),
-    RowStepPlan(share_keys=64),
-    RowStepPlan(early_keys=16),
-    RowStepPlan(early_keys=256),
+    RowStepPlan(flight=4096),
+    RowStepPlan(flight=12288),
+    RowStepPlan(flight=1 << 20),
     RowStepPlan(run=2),
 ]
 WAIT = 1_000_000  # clocks of the device, about 0.6 ms: the launch of a replay is over by then

@@ -223,6 +223,7 @@ static void bar_expect(u32 at, u32 bytes) {
     barrier_at(at).bytes += bytes;
     bar_arrive(at);
 }
+static bool bar_is_past(u32 at, u32 parity) { return barrier_at(at).phase != (int)parity; }
 static void bar_wait(u32 at, u32 parity) {
     Barrier& b = barrier_at(at);
     while (b.phase == (int)parity) {
@@ -319,6 +320,10 @@ static u32 __shfl_sync(u32, u32 v, u32 lane) { return Exchange({v})(lane); }
 static u32 __shfl_xor_sync(u32, u32 v, int by) { return __shfl_sync(~0u, v, current->x % 32 ^ by); }
 static int __shfl_xor_sync(u32, int v, int by) { return __shfl_xor_sync(~0u, (u32)v, by); }
 static float __shfl_xor_sync(u32, float v, int by) { return __uint_as_float(__shfl_xor_sync(~0u, __float_as_uint(v), by)); }
+static bool __any_sync(u32, bool v) {
+    for (int by = 1; by < 32; by *= 2) v |= __shfl_xor_sync(~0u, (u32)v, by);
+    return v;
+}
 static u32 from_neighbour(u32 v) { return __shfl_xor_sync(~0u, v, 1); }
 static u32 transpose8(u32 v) {
     const int lane = current->x % 32, row = lane / 4, col = lane % 4 * 2;

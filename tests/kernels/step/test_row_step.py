@@ -197,7 +197,7 @@ def check(case: Case, plan: RowStepPlan, dtype: torch.dtype, device: str = "cpu"
 CASES = [
     (
         Case(num_layers=2, positions=(9, 37)),
-        RowStepPlan(warps=4, slice=64, splits=2, share_keys=16, short_keys=16, watched=100),
+        RowStepPlan(warps=4, slice=64, splits=2, share_keys=16, short_keys=16, watched=100, flight=300),
     ),
     (
         Case(96, 64, 6, 2, 64, 34, 2, torch.float32, torch.bfloat16, True, True, 20, (40,)),
@@ -205,7 +205,7 @@ CASES = [
     ),
     (
         Case(160, 192, 4, 2, 32, 70, 2, positions=(37,), format="int4:g32", coded_head=True),
-        RowStepPlan(warps=4, splits=2, share_keys=16, watched=100),
+        RowStepPlan(warps=4, splits=2, share_keys=16, watched=100, flight=1),
     ),
     (
         Case(512, 1024, 8, 2, 64, 34, 1, torch.float32, bias=True, positions=(20,), format="int2:g64"),

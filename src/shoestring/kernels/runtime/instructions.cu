@@ -124,6 +124,12 @@ INLINE bool bar_passed(u32 bar, u32 parity) {
                  : "=r"(done) : "r"(bar), "r"(parity) : "memory");
     return done;
 }
+INLINE bool bar_is_past(u32 bar, u32 parity) {  // without waiting a while
+    u32 done;
+    asm volatile("{.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;}"
+                 : "=r"(done) : "r"(bar), "r"(parity) : "memory");
+    return done;
+}
 INLINE void bar_wait(u32 bar, u32 parity) { while (!bar_passed(bar, parity)) {} }
 struct __align__(64) TensorMap { u64 opaque[16]; };
 INLINE void announce(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }

@@ -2,9 +2,9 @@
 // Defined in kernels/step/row_step.py.
 //
 // Between two kernels the memory waits. Here it does not: every block stays on its multiprocessor, and every warp reads its
-// share of all weights of all layers, in order, through a ring in shared memory. A slot is filled again as soon as it was
-// used, with a piece of whatever product comes next, so that the weights of the next product arrive while the block still
-// waits for its input.
+// share of all weights of all layers, in order, through a ring in shared memory. One more warp asks for them: a slot is filled
+// again once it was used, with a piece of whatever product comes next, so that the weights of the next product arrive while the
+// block still waits for its input.
 //
 //  - a product's rows (outputs) are shared out over the blocks, the inputs of a row over `slices` warps of a block.
 //  - activations pass through memory, as words of two numbers and a tag that says which step and layer wrote them: who needs
@@ -20,7 +20,8 @@
 // A word is written again two layers later. Who writes it then has seen words that depend on all who read it before.
 //
 // Macros: D_MODEL D_FF HEADS GROUPS (key heads) DIM (of a head) VOCAB   PAGE positions to a block of keys   BLOCKS of the
-//   grid   WARPS   SLOTS of a warp's ring, SLOT bytes each   SLICE inputs of a row for a warp, at most (CODED_SLICE: of 8-bit codes)   SPLITS shares of
+//   grid   WARPS that multiply   SLOTS of a warp's ring, SLOT bytes each   FLIGHT bytes of a ring that are on their way at once
+//   SLICE inputs of a row for a warp, at most (CODED_SLICE: of 8-bit codes)   SPLITS shares of
 //   the keys, at most   SHARE_KEYS keys that are worth a share   SHORT_KEYS up to which a block takes one query head
 //   EARLY_KEYS of a block, of more than those, are asked for when the layer begins
 //   HEAD 1: with the head, of dense weights; 2: of 8-bit codes with a scale (HEAD_SCALE16: bf16) and a zero for each row;
@@ -35,6 +36,7 @@
 #define SHARED (HEADS / GROUPS)          // query heads to a key head
 #define LANES (DIM / 8)                  // lanes of a key, 16 bytes each
 #define KEYS_OF (32 / LANES)             // keys that a warp takes at a time
+#define KEYS_AHEAD 4                     // pieces of keys and values that a thread asks for before q is there; more would spill
 #define LEAST -1e30f
 #define GIVE_UP (1 << 22)                // reads of a word that does not come; a second or more
 
@@ -129,13 +131,11 @@ INLINE Share share_of(const int kind) {
     const u32 first = blockIdx.x * all / BLOCKS, next = (blockIdx.x + 1) * all / BLOCKS;
     return {(int)(first * each), (int)((next - first) * each)};
 }
-// What a warp reads next. A row is one output, or 16 with their chunks.
+// What a warp reads next, asked for by a lane of the last warp. A row is one output, or 16 with their chunks.
 struct Stream {
     const Layer* layers;
     const void* head;
-    int num_layers, warp, lane;
-    u32 ring, bars;       // of this warp, in shared memory
-    int slot, phase;      // of the ring: that of the next piece
+    int num_layers, warp;
     int layer, kind;
     int row, rows, apart, half;  // `half`: from there on rows of the second matrix
     int chunk, chunks, bytes;
@@ -174,12 +174,9 @@ struct Stream {
         if (layer == num_layers && HEAD) kind = Head;
         else if (layer == num_layers) layer++;
     }
-    INLINE void ask(const int to) {  // for the next piece, into this slot
-        if (layer > num_layers) return;
-        if (lane == 0) {
-            bar_expect(bars + to * 8, bytes);
-            bulk_copy_by(ring + to * SLOT, next, bytes, bars + to * 8, policy);
-        }
+    INLINE void ask(const u32 to, const u32 bar) {  // for the next piece
+        bar_expect(bar, bytes);
+        bulk_copy_by(to, next, bytes, bar, policy);
         next += to_chunk;
         if (++chunk < chunks) return;
         chunk = 0, next += to_row;
@@ -190,15 +187,50 @@ struct Stream {
             enter();
         } else if (was_first && row >= half) next += to_second;
     }
+};
+// The last warp fills the rings, each lane that of one warp that multiplies: a slot has a barrier that it is full and one that it
+// is free. No more than FLIGHT bytes of a ring (and a piece) are on their way at once: more would not come sooner, and the words
+// that blocks exchange would wait behind them in the same queues.
+INLINE void fill_rings(const Layer* layers, const void* head, const int num_layers, const int lane, const u32 rings, const u32 bars) {
+    Stream stream;
+    const int warp = min(lane, WARPS - 1);
+    const u32 ring = rings + warp * SLOTS * SLOT, full = bars + warp * SLOTS * 16;
+    stream.layers = layers, stream.head = head, stream.num_layers = num_layers, stream.warp = warp;
+    stream.policy = read_once(), stream.layer = 0, stream.kind = Qkv;
+    stream.enter();
+    int slot = 0, phase = 1, first = 0, first_phase = 0, flying = 0;  // the next slot; the first of those that are on their way
+    bool more = lane < WARPS && stream.layer <= num_layers;
+    while (__any_sync(~0u, more)) {
+        if (more) {
+            if (flying > 0 && bar_is_past(full + first * 8, first_phase)) {
+                flying--;
+                if (++first == SLOTS) first = 0, first_phase ^= 1;
+            }
+            if (flying < SLOTS && flying * stream.bytes < FLIGHT && bar_is_past(full + (SLOTS + slot) * 8, phase)) {
+                stream.ask(ring + slot * SLOT, full + slot * 8);
+                flying++;
+                if (++slot == SLOTS) slot = 0, phase ^= 1;
+                more = stream.layer <= num_layers;
+            }
+        }
+        others_run();
+        __syncwarp();
+    }
+}
+struct Ring {  // of a warp
+    u32 full;  // barriers: slots are full, then: they are free
+    int slot, phase;
     INLINE u32 await() {  // the next piece: its place
-        bar_wait(bars + slot * 8, phase);
+        bar_wait(full + slot * 8, phase);
         return slot * SLOT;
     }
-    INLINE void reuse() {  // its slot
-        ask(slot);
+    INLINE void free(const int lane) {  // its slot, after all lanes have read it
+        __syncwarp();
+        if (lane == 0) bar_arrive(full + (SLOTS + slot) * 8);
         if (++slot == SLOTS) slot = 0, phase ^= 1;
     }
 };
+INLINE void meet() { threads_meet<1>(THREADS); }  // the warps that multiply
 
 #if STAMPS
 #define STAMP(n) if (threadIdx.x == 0) stamps[n] = time_now()
@@ -208,14 +240,13 @@ struct Stream {
 
 // What all parts of the kernel need.
 struct Step {
-    Stream stream;
-    char* ring;         // of this warp
+    Ring slots;         // of this warp
+    char* ring;
     u32* x_s;           // the input of a product, two numbers to a word
     float* squares;     // [WARPS]
     float* inputs;      // [WARPS] sums of x by slices, for 8-bit codes
     float* part;        // sums of rows by slices
     int warp, lane;
-    bool owed;          // the slot of the last piece has not been filled again
     float eps;
     const u16* head_scale;
     const unsigned char* head_zero;
@@ -227,7 +258,7 @@ struct Step {
 INLINE void watch(const Step& s, const uint2* in, const u32 tag, const int width) {
     if (width < WATCHED) return;
     if (s.warp == 0) await_words(in + s.lane * (width / 4 - 1) / 31 * 2, tag);
-    __syncthreads();
+    meet();
 }
 INLINE float square_of(const u32 pair) { return widen_low(pair) * widen_low(pair) + widen_high(pair) * widen_high(pair); }
 
@@ -242,8 +273,9 @@ template <class Store> INLINE void take_inputs(Step& s, const uint2* in, const u
     for (int e = threadIdx.x; e < quads; e += THREADS * each) {
         uint4 got[each];
         #pragma unroll
-        for (int u = 0; u < each; u++) {
+        for (int u = 0; u < each; u++) {  // 0: a register that is not always written counts as in use all through the layers
             const int q = e + u * THREADS;
+            got[u] = make_uint4(0, 0, 0, 0);
             if (q < quads && !plain) got[u] = load_now4(in + 2 * q);
         }
         #pragma unroll
@@ -271,7 +303,7 @@ INLINE void multiply_dense(Step& s, const int kind, const uint2* in, const u16* 
     const int width = CHUNKED ? D_MODEL : inputs_of(kind), quads = width / 4, log = CHUNKED ? log_slices(Head) : slices_log(kind);
     const int slices = 1 << log, part = width >> log, slice = s.warp & (slices - 1);
     const bool normed = norm != nullptr;
-    u32 by[pieces][norm_words];  // weights of the norm, which no block writes
+    u32 by[pieces][norm_words] = {};  // weights of the norm, which no block writes
     if (normed) {
         #pragma unroll
         for (int p = 0; p < pieces; p++)
@@ -284,7 +316,7 @@ INLINE void multiply_dense(Step& s, const int kind, const uint2* in, const u16* 
             }
     }
     take_inputs(s, in, plain, tag, quads, normed, [&](const int q, const uint2 x) { *(uint2*)(s.x_s + 2 * q) = x; });
-    __syncthreads();
+    meet();
     STAMP(1);
     float x[pieces][8], inputs = 0.f;
 #if CHUNKED && HEAD == 2
@@ -331,7 +363,7 @@ INLINE void multiply_dense(Step& s, const int kind, const uint2* in, const u16* 
     }
     #pragma unroll 1
     for (int row = s.warp >> log; row < rows; row += WARPS >> log) {
-        const char* const piece = s.ring + s.stream.await();
+        const char* const piece = s.ring + s.slots.await();
         // All loads first, without branches: one must not wait for the sums of another. What lies behind a shorter piece is
         // older weights or zeros, and x is 0 there.
         uint4 got[pieces];
@@ -340,6 +372,7 @@ INLINE void multiply_dense(Step& s, const int kind, const uint2* in, const u16* 
             got[p] = make_uint4(0, 0, 0, 0);
             if (!CHUNKED || (p * 32 + s.lane) * each < PART) got[p] = *(const uint4*)(piece + (p * 32 + s.lane) * 16);
         }
+        s.slots.free(s.lane);
         float sum[pieces];
         #pragma unroll
         for (int p = 0; p < pieces; p++) {
@@ -366,9 +399,6 @@ INLINE void multiply_dense(Step& s, const int kind, const uint2* in, const u16* 
             for (int p = 0; p + apart < pieces; p += 2 * apart) sum[p] += sum[p + apart];
         const float total = add_lanes(sum[0], 32);
         if (s.lane == 0) s.part[row * slices + slice] = total;
-        __syncwarp();  // all have read the piece
-        s.owed = row + (WARPS >> log) >= rows;
-        if (!s.owed) s.stream.reuse();
     }
 }
 
@@ -402,7 +432,7 @@ INLINE void multiply_chunks(Step& s, const int kind, const uint2* in, const u16*
     };
     load_norm(threadIdx.x);
     take_inputs(s, in, plain, tag, width / 4, normed, place);
-    __syncthreads();
+    meet();
     #pragma unroll 1
     for (int e = s.warp * 32; e < chunks * 8; e += THREADS) {
         const int word = e + s.lane;
@@ -441,7 +471,7 @@ INLINE void multiply_chunks(Step& s, const int kind, const uint2* in, const u16*
         if (inside && word % (GROUP / 16) == 0)
             sums[word / (GROUP / 16)] = {(float)((sum + 0x8000) >> 16), digits.unit, (float)(short)sum, digits.unit * (1.f / LOW_UNITS)};
     }
-    __syncthreads();
+    meet();
     STAMP(1);
     const int slice = s.warp & (slices - 1), g = s.lane >> 2, t = s.lane & 3;
     const char* const x_column = x_s + (g < 4 ? 0 : 64) + t * 16;
@@ -460,7 +490,7 @@ INLINE void multiply_chunks(Step& s, const int kind, const uint2* in, const u16*
             u32* const to = x[n / 2] + n % 2 * 4;
             to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
         }
-        const char* const piece = s.ring + s.stream.await();
+        const char* const piece = s.ring + s.slots.await();
         #pragma unroll
         for (int n = 0; n < run; n++) {
             load_words(w[n], piece + n * CHUNK, s.lane);
@@ -468,9 +498,7 @@ INLINE void multiply_chunks(Step& s, const int kind, const uint2* in, const u16*
             for (int q = 0; q < NG * 2; q++)
                 grid[n][q / 2][q % 2] = *(const u32*)(piece + n * CHUNK + CODES + q / 2 * 64 + g * 4 + q % 2 * 32);
         }
-        __syncwarp();  // all have read the piece
-        s.owed = left == 1;
-        if (!s.owed) s.stream.reuse();
+        s.slots.free(s.lane);
         #pragma unroll
         for (int nq = 0; nq < run * NG; nq++) {
             const int n = nq / NG, q = nq % NG;
@@ -525,7 +553,7 @@ INLINE void product(Step& s, const int kind, const uint2* in, const u16* plain, 
 #if !CHUNKED || HEAD
     if (!chunked(kind)) multiply_dense(s, kind, in, plain, in_tag, norm, rows, stamps);
 #endif
-    __syncthreads();
+    meet();
     STAMP(2);
     float scale = 1.f;
     if (norm) {  // norms are of the model's width
@@ -569,8 +597,6 @@ INLINE void product(Step& s, const int kind, const uint2* in, const u16* plain, 
         load_bias(e + THREADS * 2);
     }
     STAMP(3);
-    if (s.owed) s.stream.reuse();  // finding the next product takes a while: not before others can go on
-    s.owed = false;
 }
 
 // ---- attention --------------------------------------------------------------------------------------------------------
@@ -701,7 +727,7 @@ template <int H, int AHEAD> INLINE void attend(Step& s, const Layer& layer, uint
             }
         }
     }
-    __syncthreads();
+    meet();
     STAMP(1);
 
     // ---- softmax(q keys^T) values: LANES lanes keep a softmax of their own -------------------------------------------
@@ -783,7 +809,7 @@ template <int H, int AHEAD> INLINE void attend(Step& s, const Layer& layer, uint
             if (piece == 0) tops[(s.warp * H + h) * 2] = peak[h], tops[(s.warp * H + h) * 2 + 1] = total[h];
         }
     }
-    __syncthreads();
+    meet();
     STAMP(2);
 
     // ---- the warps' sums, then the shares' ---------------------------------------------------------------------------
@@ -819,6 +845,8 @@ template <int H, int AHEAD> INLINE void attend(Step& s, const Layer& layer, uint
             for (int n0 = 0; n0 < shares; n0 += 4) {  // in order, asked for together
                 uint4 some_tops[4], some[4];
                 #pragma unroll
+                for (int n = 0; n < 4; n++) some_tops[n] = some[n] = make_uint4(0, 0, 0, 0);
+                #pragma unroll
                 for (int n = 0; n < 4; n++)
                     if (n0 + n < shares) some_tops[n] = load_now4(top_at(n0 + n)), some[n] = load_now4(part_at(n0 + n));
                 #pragma unroll
@@ -834,11 +862,11 @@ template <int H, int AHEAD> INLINE void attend(Step& s, const Layer& layer, uint
             }
             store_now2(out + e / 2, narrow2(sum[0] / all, sum[1] / all), tag);
         }
-    __syncthreads();  // x_s is written next
+    meet();  // x_s is written next
     STAMP(3);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) row_step(
+extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) row_step(
     const Layer* __restrict__ layers, const void* __restrict__ head, const u16* __restrict__ head_scale,
     const unsigned char* __restrict__ head_zero, const void* __restrict__ last_norm, const u16* x,
     void* result, uint2* words, u32* state, const int* tables, const int* tiles, u64* stamps, float eps,
@@ -846,33 +874,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_step(
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     Step s;
     u64* const bars = (u64*)(smem + RINGS);
-    Layer* const layers_s = (Layer*)(bars + WARPS * SLOTS);
-    s.warp = warp, s.lane = lane, s.owed = false, s.eps = eps, s.head_scale = head_scale, s.head_zero = head_zero;
+    Layer* const layers_s = (Layer*)(bars + WARPS * SLOTS * 2);
+    s.warp = warp, s.lane = lane, s.eps = eps, s.head_scale = head_scale, s.head_zero = head_zero;
     s.x_s = (u32*)(layers_s + num_layers);
     s.squares = (float*)((char*)s.x_s + X_BYTES);
     s.inputs = s.squares + WARPS;
     s.part = s.inputs + WARPS;
     s.ring = smem + warp * SLOTS * SLOT;
-    for (int e = threadIdx.x; e < num_layers * (int)(sizeof(Layer) / 8); e += THREADS) ((u64*)layers_s)[e] = ((const u64*)layers)[e];
-    Stream& stream = s.stream;
-    stream.layers = layers_s, stream.head = head, stream.num_layers = num_layers, stream.warp = warp, stream.lane = lane;
-    stream.ring = shared_address(s.ring), stream.bars = shared_address(bars + warp * SLOTS);
-    stream.policy = read_once();
-    stream.slot = stream.phase = stream.layer = 0, stream.kind = Qkv;
-    if (lane == 0) {
-        for (int n = 0; n < SLOTS; n++) bar_init(stream.bars + n * 8, 1);
+    for (int e = threadIdx.x; e < num_layers * (int)(sizeof(Layer) / 8); e += blockDim.x) ((u64*)layers_s)[e] = ((const u64*)layers)[e];
+    s.slots.full = shared_address(bars + warp * SLOTS * 2), s.slots.slot = s.slots.phase = 0;
+    if (warp < WARPS && lane == 0) {
+        for (int n = 0; n < SLOTS * 2; n++) bar_init(s.slots.full + n * 8, 1);
         bar_init_done();
     }
-    __syncthreads();
 #if !CHUNKED
     constexpr int shortest = least(least(part_of(Up), part_of(Output)), part_of(Down)) * 2;
-    for (int n = shortest / 16 + lane; n < SLOTS * (SLOT / 16); n += 32)  // behind pieces; see multiply_dense
-        if (n % (SLOT / 16) >= shortest / 16) ((uint4*)s.ring)[n] = make_uint4(0, 0, 0, 0);
+    if (warp < WARPS)
+        for (int n = shortest / 16 + lane; n < SLOTS * (SLOT / 16); n += 32)  // behind pieces; see multiply_dense
+            if (n % (SLOT / 16) >= shortest / 16) ((uint4*)s.ring)[n] = make_uint4(0, 0, 0, 0);
     stores_before_copies();
-    __syncwarp();
 #endif
-    stream.enter();
-    for (int n = 0; n < SLOTS; n++) stream.ask(n);
+    __syncthreads();
+    if (warp >= WARPS) {
+        fill_rings(layers_s, head, num_layers, lane, shared_address(smem), shared_address(bars));
+        return;
+    }
 
     grid_wait();
     const u32 step = load_late32(state);
@@ -899,13 +925,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_step(
         const u16* const bias = kind == Head ? nullptr : layer.biases[kind & 3];
         auto stamp_at = [&](const int n) { s.stamps = stamps + ((u64)(l * 5 + n) * BLOCKS + blockIdx.x) * 4; };
         stamp_at(kind == Head || kind == Qkv ? 0 : kind + 1);
-        const int at = live ? position : 0, seen = layer.window && (int)layer.window <= at ? (int)layer.window - 1 : at;
-        const bool by_head = HEADS <= BLOCKS && seen <= SHORT_KEYS;  // then a block takes one query head
-        if (kind == Qkv && by_head) ask_for_keys<1>(layer, table, at, SHORT_KEYS);
-        else if (kind == Qkv) ask_for_keys<SHARED>(layer, table, at, EARLY_KEYS);
+        const int at = live ? position : 0;
+        auto by_head = [&](const Layer& of) {  // then a block takes one query head
+            return HEADS <= BLOCKS && (of.window && (int)of.window <= at ? (int)of.window - 1 : at) <= SHORT_KEYS;
+        };
+        // The keys of a layer are asked for while the block has to wait anyhow.
+        const int early = kind == Down ? l + 1 : kind == Qkv && l == 0 ? 0 : num_layers;
+        if (early < num_layers) {
+            const Layer& of = layers_s[early];
+            if (by_head(of)) ask_for_keys<1>(of, table, at, SHORT_KEYS);
+            else ask_for_keys<SHARED>(of, table, at, EARLY_KEYS);
+        }
         product(s, kind, in, kind == Qkv && l == 0 ? x : nullptr, in_tag, norm, bias, out, tag, (float*)result, residual);
         stamp_at(1);
-        if (kind == Qkv && by_head) attend<1, 8>(s, layer, here, tag, table, at, live, scale, head_eps);
+        if (kind == Qkv && by_head(layer)) attend<1, KEYS_AHEAD>(s, layer, here, tag, table, at, live, scale, head_eps);
         else if (kind == Qkv) attend<SHARED, 2>(s, layer, here, tag, table, at, live, scale, head_eps);
         if (kind == Down || kind == Head) l++, kind = Qkv;
         else kind++;

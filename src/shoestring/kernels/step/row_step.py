@@ -122,7 +122,7 @@ class StepShape:
 
 @dataclass(frozen=True)
 class RowStepPlan:
-    warps: int = 8  # 16 leave too few registers for each
+    warps: int = 8  # that multiply; 16 leave too few registers for each
     slice: int = 0  # inputs of a dense row that a warp takes, at most; 0: by the model's width
     splits: int = 16  # shares of the keys of a request and head, at most
     share_keys: int = 256  # keys that are worth a share
@@ -133,6 +133,7 @@ class RowStepPlan:
     cooperative: int = 1  # 1: all blocks are placed at once
     watched: int = 4096  # inputs from which on one warp looks for them before all others do
     run: int = 4  # chunks of a piece of packed weights, at most
+    flight: int = 8192  # bytes of a warp's ring that are on their way at once; more delay what the SMs exchange
 
     def dense_slice(self, shape: StepShape) -> int:
         if self.slice:
@@ -202,10 +203,10 @@ class RowStepPlan:
     def slots(self, shape: StepShape, limits: DeviceLimits) -> int:
         """Pieces in a warp's ring: as many as fit."""
         left = limits.shared_per_block - self.fixed_bytes(shape, limits.num_sms)
-        return min(24, left // (self.warps * (self.slot_bytes(shape) + 8)))
+        return min(24, left // (self.warps * (self.slot_bytes(shape) + 16)))
 
     def shared_bytes(self, shape: StepShape, limits: DeviceLimits) -> int:
-        rings = self.slots(shape, limits) * self.warps * (self.slot_bytes(shape) + 8)
+        rings = self.slots(shape, limits) * self.warps * (self.slot_bytes(shape) + 16)
         return rings + self.fixed_bytes(shape, limits.num_sms)
 
 
@@ -307,6 +308,7 @@ def row_step_macros(shape: StepShape, plan: RowStepPlan, limits: DeviceLimits, s
         "WARPS": plan.warps,
         "SLOTS": plan.slots(shape, limits),
         "SLOT": plan.slot_bytes(shape),
+        "FLIGHT": plan.flight,
         "SLICE": plan.dense_slice(shape),
         "CODED_SLICE": plan.coded_slice(shape),
         "SPLITS": min(plan.splits, limits.num_sms // shape.num_groups),
@@ -404,7 +406,7 @@ class RowStep:
         )  # fmt: skip
         self._kernel.launch(
             (self._blocks, 1, 1),
-            32 * self.plan.warps,
+            32 * (self.plan.warps + 1),
             self._shared,
             (
                 *map(pointer, pointers),
