@@ -515,3 +515,27 @@ def test_tables_that_change_travel_together(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(sent) == 2
     launch(8, [5, 0])
     assert sent[2:] == [[0, 1]]
+
+
+def test_steps_run_ahead_while_texts_end_and_others_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts that come and end one after the other, some at the end of the context, some preempted: each is that of the
+    naive loop, steps run ahead all the same, and nobody waits for more than HOLD_STEPS of them."""
+    monkeypatch.setattr("shoestring.serve.engine.engine.HOLD_FROM", 16)
+    model, draw = tiny_decoder(max_positions=24), random.Random(3)
+    engine = Engine(model, max_requests=20, max_context=24, block_size=4, num_blocks=48, graphs=True)
+    asked = [
+        ([draw.randrange(29) for _ in range(draw.randint(1, 9))], Sampling(max_tokens=draw.randint(1, 22)))
+        for _ in range(40)
+    ]
+    left, requests, num_ahead, held = list(asked), [], 0, 0
+    while left or engine.busy:
+        for prompt, sampling in [left.pop(0) for _ in range(min(len(left), draw.randint(0, 3)))]:
+            requests.append(engine.add(prompt, sampling))
+        waits = engine.scheduler.admits
+        engine.step()
+        held = held + 1 if waits and engine.scheduler.admits and engine._launched_ahead is not None else 0
+        assert held <= 4
+        num_ahead += engine._launched_ahead is not None
+    for request, (prompt, sampling) in zip(requests, asked, strict=True):
+        assert request.new_tokens == naive(model, prompt, sampling)
+    assert num_ahead > 8 and engine.stats.num_preemptions > 0 and engine.cache.pool.num_used == 0
