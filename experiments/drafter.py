@@ -62,6 +62,7 @@ from shoestring.serve.speculative.draft_model import DraftModel, trim_head
 from shoestring.serve.speculative.drafter import Drafter
 from shoestring.serve.speculative.drafter_stack import DrafterStack
 from shoestring.serve.speculative.ngram_drafter import NgramDrafter
+from shoestring.serve.speculative.verify import RuleName
 from shoestring.shrink.drafter import Schedule, distil, make_objective, piece_prompts, reference_losses, score_text
 from shoestring.shrink.drafter_acceptance import engine_for, measure_acceptance
 from shoestring.shrink.drafter_model import coverage, first_layers, frequent_tokens, save_drafter
@@ -126,15 +127,16 @@ class Bench:
         folder: Path,
         seed: int = 1,
         longer: int = 0,
+        more_rows: float = 1.0,
     ) -> None:
-        """`longer`: steps of the one that is trained for longest."""
+        """`longer`: steps of the one that is trained for longest. `more_rows`: the largest of its cases."""
         self.target, self.size, self.layers, self.name = target, size, size.layers, name
         self.text, self.prompts, self.folder, self.seed = text, prompts, folder, seed
         self.device = target.device
         self.mesh = Mesh(0, 1, self.device)
         self.data = self.rows_of(CASES[0])
         self.log = RunLog(None, quiet=True)
-        steps = max(longer, round(size.draft_steps * max(c.more_rows for c in CASES)))
+        steps = max(longer, round(size.draft_steps * more_rows))
         with clock(f"the target's top {K} on {min(steps, self.data.steps_per_epoch):.0f} steps of text"):
             self.cache: TeacherCache = score_text(folder / f"targets-{seed}", target, self.data, k=K, steps=steps).to(
                 self.device
@@ -317,6 +319,7 @@ def main() -> None:
     parser.add_argument("--data", default="python", help="with --model: texts to distil and to measure on")
     parser.add_argument("--name", help="with --model: what to call it in the results")
     parser.add_argument("--no-speed", action="store_true", help="acceptance only, for a shared machine")
+    parser.add_argument("--sampled-seconds", type=float, help="of the first case: the speed of sampled texts alone")
     names = [c.name for c in CASES]
     parser.add_argument("--cases", nargs="*", default=names, choices=names)
     parser.add_argument("--budgets", nargs="*", default=list(BUDGETS[:3]), choices=BUDGETS[:3])
@@ -365,7 +368,25 @@ def main() -> None:
 
             target = bench.target
             del bench
-            drafter_speed.measure_all(folder, target, size.repeats)
+            if args.sampled_seconds is None:
+                drafter_speed.measure_all(folder, target, size.repeats)
+                return
+            # One request at a time is what speculation is for, and needs few graphs: before all numbers of requests.
+            until = time.perf_counter() + args.sampled_seconds
+            plan: list[tuple[tuple[int, ...], RuleName]]
+            plan = [((1,), "coupled"), (drafter_speed.BATCHES[1:], "coupled"), ((1,), "block")]
+            for batches, rule in plan:
+                drafter_speed.measure_all(
+                    folder,
+                    target,
+                    2,
+                    batches=batches,
+                    seconds=until - time.perf_counter(),
+                    temperatures=(1.0, 0.7),
+                    sampled_only=True,
+                    only=args.cases[:1],
+                    rules=(rule,),
+                )
 
 
 def prepare_all(args: argparse.Namespace, size: Size, folder: Path) -> Bench:
@@ -386,13 +407,18 @@ def prepare_all(args: argparse.Namespace, size: Size, folder: Path) -> Bench:
     texts = piece_prompts(corpus.val, corpus.tokenizer, size.num_prompts, size.prompt_tokens)
     prompts = [corpus.tokenizer.encode(t) for t in texts]
     with ThreadPoolExecutor(1) as beside:
-        saved = beside.submit(save_model, folder / "target", target, corpus.tokenizer)
+        saved = beside.submit(save_model, folder / "target", target, corpus.tokenizer) if args.keep else None
         text = write_own_text(target, corpus, size, folder) if size.own_text else corpus
-        bench = Bench(target, text, prompts, size, name, folder, args.seed, args.longer_steps)
-        saved.result()
+        bench = Bench(target, text, prompts, size, name, folder, args.seed, args.longer_steps, most_rows(args))
+        if saved is not None:
+            saved.result()
     told = {"name": name, "prompts": prompts, "new_tokens": size.new_tokens, "data": args.data}
     write_atomically(folder / "ready.json", json.dumps(told))
     return bench
+
+
+def most_rows(args: argparse.Namespace) -> float:
+    return max((c.more_rows for c in CASES if c.name in args.cases), default=1.0)
 
 
 def open_trained(args: argparse.Namespace, size: Size, folder: Path) -> Bench:
@@ -406,7 +432,9 @@ def open_trained(args: argparse.Namespace, size: Size, folder: Path) -> Bench:
         text = open_own_text(tokenizer, folder)
     else:
         text = tokenize_corpus(told["data"], tokenizer=tokenizer, max_bytes=int(size.max_mb * 1e6))
-    return Bench(target, text, told["prompts"], size, told["name"], folder, args.seed, args.longer_steps)
+    return Bench(
+        target, text, told["prompts"], size, told["name"], folder, args.seed, args.longer_steps, most_rows(args)
+    )
 
 
 def run(bench: Bench, args: argparse.Namespace, began: float) -> None:
@@ -441,8 +469,9 @@ def run(bench: Bench, args: argparse.Namespace, began: float) -> None:
         print(f"{case.name}, {budget}: {steps} steps, {flops / 1e12:.3g} TFLOP, {seconds:.1f} s", flush=True)
         if budget.endswith("cut"):
             return
-        bench.measure(rows[-1])
-    if rows:
+        if args.sampled_seconds is None:
+            bench.measure(rows[-1])
+    if rows and args.sampled_seconds is None:
         bench.measure(bench.keep_stacked(max(rows, key=lambda row: row.told["config"]["steps"])))
 
 
