@@ -63,6 +63,14 @@ def test_lists_and_code_of_the_pages_are_rendered(site: Path) -> None:
         text = re.sub(r"<(pre|code)\b.*?</\1>", "", article, flags=re.DOTALL)
         found = re.search(r"^\s*(<p>)?(- |\d\. |\| |#+ |```)\S.*", text, flags=re.MULTILINE)
         assert not found, f"{page.relative_to(site)}: {found[0]}"
+        # A numbered list right after one with bullets becomes part of it, without its numbers.
+        source = DOCS / page.relative_to(site).with_suffix(".md")
+        if source.is_file():
+            code = r"^```.*?^```"
+            numbered = re.findall(
+                r"^1\. ", re.sub(code, "", source.read_text(encoding="utf-8"), flags=re.M | re.S), re.M
+            )
+            assert article.count("<ol>") >= len(numbered), page.relative_to(site)
 
 
 def script(name: str) -> ModuleType:
