@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,7 +68,7 @@ class DeviceSums:
         self._num_bytes[number] = num_bytes
         add_blocks, accumulate = self._kernels
         num_blocks = (num_bytes - 1) // 1024
-        args = [pointer(chunk), pointer(self._keys), pointer(self._block_sums[lane])]
+        args: list[Any] = [pointer(chunk), pointer(self._keys), pointer(self._block_sums[lane])]
         if num_blocks:
             grid = (-(-num_blocks * 8 // THREADS), 1, 1)
             add_blocks.launch(grid, THREADS, 0, [*args, ctypes.c_int(num_blocks)], dependent=False)

@@ -9,6 +9,7 @@ come from the next source that has them, and where none has, nothing is loaded.
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -247,7 +248,8 @@ def read_offer(offer: Offer, pieces: Sequence[FillPiece]) -> str | None:
             try:
                 bad = ChunkReader(offer.copy, partial(arena.read_into, offer.slot), view).fill(pieces)
             finally:
-                view.release()
+                with contextlib.suppress(BufferError):  # after an error a tensor still looks at it
+                    view.release()
             return f"{offer.path} is damaged: {bad} of its chunks" if bad else None
     except UserError as error:
         return str(error)
