@@ -488,6 +488,7 @@ def main() -> None:
                       flush=True)  # fmt: skip
                 continue
             save(label, config, found, eval_batches(corpus, size) * size.batch * size.context)
+    take_turn()  # benchmarks.processes: the others' turns begin when these rows are done
 
 
 def run_calls(path: Path, at_once: int, ends: float) -> None:

@@ -1,12 +1,15 @@
 """2:4 pre-training at equal wall clock: dense, dense FP8, FST and half the feed-forward width, at width 2,048.
 
-    python -m experiments.sparse24_wall_clock --seconds 38 --limit 224      an H200, alone on it
+    python -m experiments.sparse24_wall_clock --seconds 38 --limit 262      an H200, alone on it
     python -m experiments.sparse24_wall_clock --size tiny --seconds 3       any machine; records nothing of use
 
 Every variant trains for the same seconds on the same text, in the same order, with the same rate: a warm-up, then
 constant, then linear to zero over the last sixth, all by the clock. So a faster variant sees more tokens. FST is
 sparse from the first step (a fixed decay, no probe) and dense for the last sixth of the time, in which it is no faster
 than dense. Sparse products run sparse where that was measured to be faster; passes are CUDA graphs in every variant.
+
+--beside "ARGUMENTS" is a call of sparse24_quality whose rows train while the variants compile; it is stopped before the
+first variant trains.
 
 Not in the seconds: choosing sparse products, compiling, capturing the first graph, evaluating. In them: new masks,
 decay, FST's second capture when it becomes dense. Variants compile side by side and then train one by one, each alone
@@ -17,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import shlex
 import statistics
 import sys
 import tempfile
@@ -168,12 +172,14 @@ def open_text(args: argparse.Namespace, size: Size) -> Corpus:
 
 def all_in_turns(args: argparse.Namespace) -> None:
     """Every case in a process of its own. FST chooses its sparse products while the others compile."""
-    commands = [command(args, case) for case in args.cases]
+    module = [sys.executable, "-m", "experiments.sparse24_quality"]
+    beside = [[*module, *shlex.split(arguments)] for arguments in args.beside]
+    commands = [*beside, *(command(args, case) for case in args.cases)]
     # What is left after all have trained and been evaluated may be spent compiling.
-    patience = max(10.0, args.limit - len(commands) * (args.seconds + 6.0))
+    patience = max(10.0, args.limit - len(args.cases) * (args.seconds + 6.0) - 2.0 * len(beside))
     with tempfile.TemporaryDirectory() as folder:
         told = run_in_turns(commands, Path(folder), patience=patience, seconds=args.limit, least=args.seconds + 3.0)
-    print(dict(zip(args.cases, told, strict=True)), flush=True)
+    print(dict(zip([*args.beside, *args.cases], told, strict=True)), flush=True)
 
 
 def command(args: argparse.Namespace, case: str) -> list[str]:
@@ -188,6 +194,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=65.0, help="of training, for each case")
     parser.add_argument("--limit", type=float, default=math.inf, help="seconds for all")
     parser.add_argument("--cases", nargs="*", choices=CASES, default=list(CASES[:4]))
+    parser.add_argument("--beside", nargs="*", default=[], help="calls of sparse24_quality while the cases compile")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max-bytes", type=int, default=96_000_000, help="of the text")
     parser.add_argument("--corpus", type=Path, help="a prepared corpus folder with its tokenizer.json")
