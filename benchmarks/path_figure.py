@@ -77,6 +77,6 @@ def path() -> str:
     )
     out.append(
         f'<text class="mid" x="{(24 + right) / 2:.0f}" y="{y + 41}" text-anchor="middle">'
-        "enter and leave at any point: GGUF in, compressed-tensors out, your own nn.Module and loop</text>"
+        "enter and leave at any point: GGUF, GPTQ, AWQ, compressed-tensors, your own nn.Module and loop</text>"
     )
     return svg("Train, shrink and serve: the path of a model", "".join(out), WIDTH, HEIGHT, STYLE)
