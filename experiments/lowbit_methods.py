@@ -34,6 +34,8 @@ from shoestring.shrink.calibrate import BlockStep, Calibration, walk, windows
 from shoestring.shrink.clip import Clip
 from shoestring.shrink.gptq import Gptq
 from shoestring.shrink.mixed_bits import MixedBits, choose_formats, measure_damage
+from shoestring.shrink.prune import SparseGpt, prune
+from shoestring.shrink.prune24_retrain import Retrain, retrain
 from shoestring.shrink.qat import FallingRates, Rates, clip_weights, learned_rules, part_for, read_grids, relative_adamw
 from shoestring.shrink.quantize import HEADS, METHODS, quantize, usual_inputs
 from shoestring.shrink.self_text import own_windows
@@ -296,6 +298,31 @@ def start_clipped(subject: Subject, label: str, search: Clip, mix: str = "") -> 
     )
 
 
+def ast(subject: Subject, label: str, given: str, *, seed: int = 0) -> tuple[Decoder, dict[str, Any]]:
+    """SparseGPT, then AST; where `label` has bits (sparse24+int4:g32), the kept values are quantized after that.
+    `ast@3e-4,frozen,batch=8,awq`: this rate, SparseGPT's masks throughout, 8 rows a step, AWQ for GPTQ + clip."""
+    options = dict(item.partition("=")[::2] for item in filter(None, given.split(",")))
+    lr = next((float(key) for key in options if key[0].isdigit()), 3e-4)
+    teacher = copy.deepcopy(subject.fresh()).to(subject.model.compute_dtype)
+    model, data = subject.fresh(), subject.data(seed, int(options.get("batch", 0)))
+    prune(model, subject.rules(parse_format("sparse24:held")), walk(model, subject.calibration), SparseGpt())
+    steps = subject.training_tokens // data.tokens_per_step
+    refresh = 1 << 30 if "frozen" in options else 10
+    settings = Retrain(steps=steps, lr=lr, warmup=max(1, steps // 20), refresh=refresh)
+    mesh = open_mesh(device=str(data_device(model)))
+    run = Run(model, settings.optimizer(model), mesh, RunLog(None, quiet=True))
+    retrain(run, teacher, data, settings, batched=True)
+    tell(run)
+    if label != "sparse24":
+        unformat(model)
+        method = METHODS["awq" if "awq" in options else "gptq+clip"]
+        calibration = Calibration(inputs=usual_inputs(method))
+        if isinstance(method, Gptq):  # the default of shrink/ptq
+            method, calibration = replace(method, act_order=True), replace(calibration, weigh="token")
+        quantize(model, subject.rules(parse_format(label)), walk(model, subject.calibration, calibration), method)
+    return model, {"training_tokens": steps * data.tokens_per_step, "lr": lr, "batch": data.batch}
+
+
 def ours(subject: Subject, label: str, setting: Ours, *, seed: int = 0) -> tuple[Decoder, int]:
     """Block-wise, then end to end, together as many training tokens as BitDistiller, or what the subject's time
     allows; returns the model and its training tokens."""
@@ -408,7 +435,7 @@ def data_device(model: Decoder) -> torch.device:
 
 
 def shrink(subject: Subject, method: str, label: str, seed: int) -> tuple[Decoder, dict[str, Any]]:
-    """Run a method: rtn, awq, gptq, ..., blockwise, bitdistiller, bitdistiller@SETTING, ours or ours@SETTING."""
+    """Run a method: rtn, awq, gptq, ..., blockwise, ast@SETTING, bitdistiller@SETTING, ours@SETTING."""
     name, _, given = method.partition("@")
     text = {"text_id": subject.text.fingerprint[:8]}  # what trained methods saw
     if name == "bitdistiller":
@@ -416,6 +443,9 @@ def shrink(subject: Subject, method: str, label: str, seed: int) -> tuple[Decode
         model = bitdistiller(subject, label, published, seed=seed)
         told = {"training_tokens": subject.training_tokens, "lr": rate_of(subject, label, published), **text}
         return model, {**told, "batch": published.batch} if published.batch else told
+    if name == "ast":
+        model, told = ast(subject, label, given, seed=seed)
+        return model, {**told, **text}
     if name == "blockwise":
         model = subject.fresh()
         train_blocks(model, subject.rules(parse_format(label)), subject.calibration, Blockwise(seed=seed))

@@ -48,7 +48,6 @@ from experiments.lowbit_methods import Subject, evaluate, shrink, unformat
 from experiments.lowbit_subjects import KEPT, NOTES, SMOLLM2, STORIES, kept, smollm2, stories
 from experiments.lowbit_tables import BENCH, GROUPS, PLAIN, TODAY, UNTRAINED, WEIGHED, float_grids, grids, verdicts
 from shoestring.errors import Interrupted, UserError, as_command
-from shoestring.formats import parse_format
 
 # (subject, method, format, seed), the most important first.
 Cell = tuple[str, str, str, int]
@@ -163,6 +162,7 @@ GUESS = {
     "bitdistiller": 20.0,
     "ours": 25.0,
     "ours again": 15.0,
+    "ast": 30.0,
     "gptq": 15.0,
     "gptq+clip": 20.0,
     "gptq+cd": 25.0,
@@ -203,7 +203,7 @@ def save(
         "method": method,
         "format": label,
         "bits": round(bits, 3),
-        "group": 0 if label == "dense" else parse_format(label).group,  # type: ignore[attr-defined]
+        "group": int(label.rpartition(":g")[2]) if ":g" in label else 0,
         "context": subject.context,
         "tokens": len(subject.test),
         "items": subject.items,

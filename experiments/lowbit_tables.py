@@ -123,7 +123,10 @@ def counting() -> list[dict[str, Any]]:
         known = (line["config"].get(k) for k in ("model_seed", "model_tokens", "corpus", "weights"))
         return *known, line.get("baseline_value")
 
-    lines = [n for n in recorded(BENCH) if not n["config"].get("text")]  # trained on another corpus: on_corpus
+    lines = [
+        n for n in recorded(BENCH) if not n["config"].get("text")
+    ]  # trained on another corpus: experiments/prune24
+    lines = [n for n in lines if not n["config"]["format"].startswith("sparse24")]  # `pruned`
     last = next((which(n) for n in reversed(lines) if n["config"]["model"] == KEPT), None)
     lines = [n for n in lines if n["config"]["model"] != KEPT or which(n) == last]
     # The text that SmolLM2 wrote for training was another one when novels were measured: a repeat, not a replacement.
