@@ -571,11 +571,15 @@ INLINE void product(Step& s, const int kind, const uint2* in, const u16* plain, 
     };
     #pragma unroll 1
     for (int e = t * 2; e < mine.count; e += THREADS * 2) {
-        float v[2];
+        float v[2], up[2];
+        #pragma unroll
+        for (int i = 0; i < 2; i++) {  // all sums before the first is used: they are read side by side
+            v[i] = total_of(e + i) + added[0][i];
+            up[i] = kind == Up ? total_of(mine.count + e + i) + added[1][i] : 0.f;
+        }
         #pragma unroll
         for (int i = 0; i < 2; i++) {
-            v[i] = total_of(e + i) + added[0][i];
-            if (kind == Up) v[i] = v[i] / (1.f + __expf(-v[i])) * (total_of(mine.count + e + i) + added[1][i]);
+            if (kind == Up) v[i] *= inverse(1.f + __expf(-v[i])) * up[i];
             if (adds) v[i] += residual[i];
         }
         if (coded(kind)) {
