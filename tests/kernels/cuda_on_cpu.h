@@ -269,6 +269,14 @@ static u32 __byte_perm(u32 a, u32 b, u32 select) {
     for (int i = 0; i < 32; i += 8) r |= (u32)(((u64)b << 32 | a) >> 8 * (select >> i / 2 & 7) & 255) << i;
     return r;
 }
+static u32 permute(u32 a, u32 b, u32 select) {
+    u32 r = 0;
+    for (int i = 0; i < 32; i += 8) {
+        const u32 byte = ((u64)b << 32 | a) >> 8 * (select >> i / 2 & 7) & 255;
+        r |= (select >> i / 2 & 8 ? byte >> 7 ? 255 : 0 : byte) << i;
+    }
+    return r;
+}
 static u32 __funnelshift_r(u32 low, u32 high, u32 by) { return ((u64)high << 32 | low) >> (by & 31); }
 static float widen(u32 h) { return __uint_as_float(h << 16); }
 static float widen_low(u32 pair) { return widen(pair); }

@@ -28,6 +28,7 @@ from shoestring.kernels.lowbit.few_rows import (
     ExpertChoice,
     FewRowsPlan,
     choose_plan,
+    digits_of_levels,
     few_rows_cuda,
     few_rows_macros,
     half_sm_launch,
@@ -100,6 +101,9 @@ CASES = [
     ("int4:g128", 1, 80, 1664, FewRowsPlan(2, 2, 1, 4, 2, int8_mma=1), "residual", BF16),  # a cluster
     ("int2:g128", 4, 112, 1664, FewRowsPlan(1, 4, 3, 3, 4, int8_mma=1), "", BF16),
     ("nf3:s2:g64", 12, 48, 1600, FewRowsPlan(1, 2, 1, 3, 4, panel=2), "bias", BF16),
+    ("nf4:s2:g128", 1, 80, 1664, FewRowsPlan(2, 2, 2, 4, int8_mma=1), "norm residual", BF16),
+    ("nf3:s2:g64", 3, 64, 1152, FewRowsPlan(2, 2, 1, 5, int8_mma=1, half_sm=1), "swiglu bias", BF16),
+    ("fp4:s1:g32", 6, 48, 800, FewRowsPlan(1, 3, 1, 3, int8_mma=1), "", BF16),
 ]
 
 
@@ -164,6 +168,7 @@ def run_on_cpu(
     slots = 1 if experts is None or choice.sum else choice.top_k or len(experts[2][0])
     parts = ("lowbit/decode", "lowbit/digits", "lowbit/few_rows_x", "lowbit/few_rows")
     library = emulated.library(folder, "few_on_cpu.h", *parts, macros=macros)
+    levels = table if table is None or not plan.int8_mma else digits_of_levels(table)
     y = torch.full((rows, out) if experts is None else (slots, rows, out), torch.nan, dtype=BF16)
     per_row = chunks.shape[1] * (choice.top_k if choice.sum else 1)
 
@@ -173,7 +178,7 @@ def run_on_cpu(
     shared_bytes = plan.shared_bytes(layout, rows, width, norm_K is not None) + choice.shared_bytes
     library.run(
         pointer(chunks), ctypes.c_long(chunks.numel()), pointer(x), ctypes.c_long(x.numel() * 2),
-        *map(pointer, (y, table, bias, norm_K, around.get("residual_1N"))), ctypes.c_float(1e-5), width, rows,
+        *map(pointer, (y, levels, bias, norm_K, around.get("residual_1N"))), ctypes.c_float(1e-5), width, rows,
         len(chunks) // num, per_row, plan.panel_chunks(width), *plan.grid(len(chunks) // num * 16)[:2],
         shared_bytes, *map(pointer, given), slots, rows * width if x.ndim == 3 else 0,
     )  # fmt: skip

@@ -12,7 +12,11 @@
 #define BASE (HALF ? 1024.f : 128.f)
 // Codes of rows 8..15 are read where they lie, RS times too large; the sum is divided at the end.
 #define RS (TABLE ? 1 : BITS == 4 ? (HALF ? 16 : 1) : 4)
-#define LUT_BYTES (TABLE ? 128 * (BITS == 4 ? 256 : BITS == 3 ? 128 : 16) : 0)
+#if TABLE && !INT8_MMA
+#define LUT_BYTES (128 * (BITS == 4 ? 256 : BITS == 3 ? 128 : 16))
+#else
+#define LUT_BYTES 0
+#endif
 
 // by a product with one: the multiplier is idle, while max would use the busy integer unit
 INLINE u32 relu2(u32 a) { return mul_relu2(a, HALF ? 0x3c003c00u : 0x3f803f80u); }

@@ -8,9 +8,10 @@
 //
 //  - every warp streams its row tiles through a ring of its own in shared memory, DEPTH chunks long, and decodes in
 //    registers; the main loop has no block barrier while all of x is in shared memory.
-//  - INT8_MMA (integer formats, up to 8 rows): each chunk of x is a scale times integers of two 8-bit digits, and each
+//  - INT8_MMA (up to 8 rows): each chunk of x is a scale times integers of two 8-bit digits, and each
 //    digit is a column of B. Codes are bytes at their place in a word, so one AND makes four of them, and sums are exact.
-//    Sums of x's digits by group turn zero points into one product per group.
+//    Sums of x's digits by group turn zero points into one product per group. Levels of a table are bytes, looked up in
+//    two registers by a byte permute; those above and below zero are two products, because their scales may differ.
 //  - otherwise codes become pairs of floats (decode.cu). x comes through registers where it is small (XREG: normalised
 //    and summed by group on the way), or by bulk copies in panels, double-buffered.
 //  - inputs are split over the KW warps of a block and the blocks of a cluster (split-K). Partial sums go to the
@@ -24,7 +25,7 @@
 // Macros given by the caller, beside those of decode.cu:
 //   MT 1,2 tiles of 8 columns of activations   R row tiles per warp   WARPS, KW warps of a block and those that share a row tile
 //   ONE 1: one row in digits, so that of a lane's two columns the second is empty
-//   DEPTH chunks in a warp's ring, EARLY of them fetched before x   XREG, INT8_MMA as above (INT8_MMA with XREG, without TABLE)
+//   DEPTH chunks in a warp's ring, EARLY of them fetched before x   XREG, INT8_MMA as above (INT8_MMA with XREG; with TABLE for BITS 3,4)
 //   NORM 1: weights in x's dtype, 2: fp32 (with XREG, without clusters)   SWIGLU 1: gate rows, then up rows
 //   PAUSE nanoseconds before the first chunk   OUT32 1: y is fp32
 //   EXPERTS 1: W holds several weights, and block z multiplies the rows of slot z with one of them. `choice` is the expert of each
@@ -110,7 +111,10 @@ extern "C" __global__ void BOUNDS lowbit_few_rows(
 #endif
     }
     int left = mine;
-#if TABLE
+#if TABLE && INT8_MMA
+    const uint4 levels = *(const uint4*)table;            // few_rows.py, level_digits
+    const float2 worth = *(const float2*)(table + 4);
+#elif TABLE
     ask_for_levels(table, warp, lane);
 #endif
     if (PAUSE) nap(PAUSE);
@@ -135,7 +139,7 @@ extern "C" __global__ void BOUNDS lowbit_few_rows(
     const float weight = chosen.share(expert);
 #endif
 
-#if TABLE
+#if TABLE && !INT8_MMA
     wait_all_but<EARLY>();
     make_pairs(warp, WARPS, lane);
     const u32 lane_lut = lane * 4;
@@ -214,6 +218,38 @@ extern "C" __global__ void BOUNDS lowbit_few_rows(
             const char* chunk = ring + at + r * CHUNK;
             u32 w[NW];
             load_words(w, chunk, lane);
+#if TABLE
+            #pragma unroll
+            for (int q = 0; q < NG; q++) {
+                int c[2][MT][4];  // below zero, above
+                #pragma unroll
+                for (int n = 0; n < 8 * MT; n++) c[n / (MT * 4)][n / 4 % MT][n % 4] = 0x4b400000;
+                #pragma unroll
+                for (int i = q * (4 / NG); i < (q + 1) * (4 / NG); i++) {
+                    u32 below[4], above[4];
+                    level_bytes(below, above, w, i, levels);
+                    #pragma unroll
+                    for (int m = 0; m < MT; m++) {
+                        mma_bytes(c[0][m], below, x[m][2 * i], x[m][2 * i + 1]);
+                        mma_bytes(c[1][m], above, x[m][2 * i], x[m][2 * i + 1]);
+                    }
+                }
+                #pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    const u32 bits = *(const u32*)(chunk + CODES + q * 64 + g * 4 + h * 32);
+                    const float up = scale_float(bits) * worth.y, down = scale_float(bits >> 16) * worth.x;
+                    #pragma unroll
+                    for (int m = 0; m < MT; m++) {
+                        const float* const of = sums + ((chunk_at * NG + q) * MT + m) * 16 + 4 * t;
+                        #pragma unroll
+                        for (int e = 0; e < (ONE ? 1 : 2); e++) {
+                            const float low = __int_as_float(c[0][m][2 * h + e]) - SHIFTED, high = __int_as_float(c[1][m][2 * h + e]) - SHIFTED;
+                            acc[r][m][2 * h + e] += of[2 * e + 1] * (up * high - down * low);
+                        }
+                    }
+                }
+            }
+#else
             #pragma unroll
             for (int q = 0; q < NG; q++) {
                 int c[BYTE_CHAINS][MT][4];
@@ -241,6 +277,7 @@ extern "C" __global__ void BOUNDS lowbit_few_rows(
                     }
                 }
             }
+#endif
         }
     };
 #else

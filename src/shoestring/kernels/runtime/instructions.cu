@@ -188,6 +188,8 @@ INLINE float widen_high(u32 pair) {
     if (!HALF) return __uint_as_float(pair & 0xffff0000u);
     float f; asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; cvt.f32.f16 %0, high;}" : "=f"(f) : "r"(pair)); return f;
 }
+// Bytes of a and b; a selector of 8 and more gives the sign of a byte, which is 0 for bytes below 128. (__byte_perm leaves it out.)
+INLINE u32 permute(u32 a, u32 b, u32 select) { u32 d; asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(select)); return d; }
 INLINE u32 both(u32 h) { return __byte_perm(h, 0, 0x1010); }
 INLINE u32 sub2(u32 a, u32 b) { u32 d; asm("sub.rn." PAIR " %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b)); return d; }
 INLINE u32 mul2(u32 a, u32 b) { u32 d; asm("mul.rn." PAIR " %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b)); return d; }
