@@ -70,10 +70,12 @@ CASES: dict[str, tuple[str, str, str, int]] = {
     "1b": ("Llama 1B shape", "bf16", "bf16", 1),
     "1b-batch4": ("Llama 1B shape", "bf16", "bf16", 4),
     "1b-int4": ("Llama 1B shape", "int4:g128", "bf16", 1),
+    "1b-int4-batch4": ("Llama 1B shape", "int4:g128", "bf16", 4),
     "8b": ("Llama 8B shape", "bf16", "bf16", 1),
     "8b-batch4": ("Llama 8B shape", "bf16", "bf16", 4),
     "8b-batch64": ("Llama 8B shape", "bf16", "bf16", 64),
     "8b-int4": ("Llama 8B shape", "int4:g128", "int8:g0", 1),
+    "8b-int4-batch4": ("Llama 8B shape", "int4:g128", "int8:g0", 4),
     "8b-int3": ("Llama 8B shape", "int3:g128", "int8:g0", 1),
     "8b-int2": ("Llama 8B shape", "int2:g64", "int8:g0", 1),
 }

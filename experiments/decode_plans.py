@@ -1,12 +1,13 @@
 """Plans of the few-row low-bit kernel, searched inside a decoding step: the best plan alone is not the best there.
 
     python -m experiments.decode_plans --formats int4:g128      about 20 s on an H200; writes the plans
+    python -m experiments.decode_plans --formats int4:g128 bf16 --requests 4
 
 A layer of a step is five kernels that overlap: while one multiplies, the next has started, fetches its first weights
 and waits. The best warps and rings depend on the neighbours, so the four products of a layer (with the norm, SwiGLU and
 residual sum around them) are varied in turn, with the other three fixed, until nothing improves. The time of a plan is
-that of a captured step over a few layers of the shape of Llama-3-8B, one row, 256 tokens of context. A plan whose step
-gives a wrong result is reported and left out. Other shapes and more rows use the rule.
+that of a captured step over a few layers of the shape of Llama-3-8B (or 1B), one row (or several), 256 tokens of
+context. A plan whose step gives a wrong result is reported and left out. Other shapes and rows use the rule.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.decode import LLAMA_8B, build
+from benchmarks.decode import LLAMA_1B, LLAMA_8B, build
 from experiments.few_rows_plans import arrangements
 from shoestring.errors import as_command
 from shoestring.hardware.device import device_limits
 from shoestring.hardware.plan_table import add_plans
+from shoestring.kernels.attention.paged_attention import splits_for
 from shoestring.kernels.lowbit import few_rows as few
-from shoestring.kernels.lowbit.chunk_layout import CHUNK_ROWS, CHUNK_WIDTH, ChunkLayout, ceil_div
+from shoestring.kernels.lowbit.chunk_layout import CHUNK_ROWS, CHUNK_WIDTH, DENSE, ChunkLayout, ceil_div
 from shoestring.kernels.lowbit.few_rows import FewRowsPlan
 from shoestring.kernels.runtime import nvrtc
 from shoestring.model import ModelSpec
@@ -40,6 +42,7 @@ from shoestring.serve.engine.fused_decoder import AttentionTiles, FusedDecoder, 
 from shoestring.serve.engine.kv_cache import KVCache
 
 CONTEXT, PAGE = 256, 16
+MODELS = {"8b": LLAMA_8B, "1b": LLAMA_1B}
 WRONG = 0.05  # relative distance of a step's result; plans differ by 0.01 in bf16
 
 
@@ -71,10 +74,12 @@ def uses(spec: ModelSpec) -> dict[str, Use]:
     }
 
 
-def candidates(layout: ChunkLayout, use: Use) -> list[FewRowsPlan]:
+def candidates(layout: ChunkLayout, use: Use, rows: int = 1) -> list[FewRowsPlan]:
     """The present plan, then half an SM with rings of several lengths, then a whole SM."""
     limits = device_limits()
-    found = {few.choose_plan(layout, 1, use.out, use.width, *use.around, limits): None}
+    found = {few.choose_plan(layout, rows, use.out, use.width, *use.around, limits): None}
+    if layout.dense:
+        return [*found, *(p for p in dense_candidates(use, rows) if p not in found)]
     wanted = max(1, min(14, ceil_div(ceil_div(use.out, CHUNK_ROWS), limits.num_sms)))
     chunks = ceil_div(use.width, CHUNK_WIDTH)
     for half_sm, (least, most) in ((1, (4, 16)), (0, (12, 28))):
@@ -83,10 +88,22 @@ def candidates(layout: ChunkLayout, use: Use) -> list[FewRowsPlan]:
                 continue
             for depth in (3, 4, 5, 6, 8, 10) if half_sm else (3, 4):
                 plan = FewRowsPlan(row_warps, k_warps, tiles, depth, int8_mma=1, half_sm=half_sm)
-                fits = plan.fits(layout, 1, use.width, use.norm, limits) and depth <= ceil_div(chunks, k_warps) + 1
+                fits = plan.fits(layout, rows, use.width, use.norm, limits) and depth <= ceil_div(chunks, k_warps) + 1
                 if fits and plan.grid(use.out)[1] <= limits.num_sms:
                     found[plan] = None
     return list(found)
+
+
+def dense_candidates(use: Use, rows: int) -> Iterator[FewRowsPlan]:
+    """Row tiles that fill the SMs once, in clusters of several sizes, with rings of several lengths."""
+    limits = device_limits()
+    for split in (1,) if use.norm else (1, 2, 4):
+        wanted = max(1, min(14, ceil_div(ceil_div(use.out, CHUNK_ROWS) * split, limits.num_sms)))
+        for tiles, k_warps, depth in itertools.product((1, 2), (1, 2, 3, 4, 6, 8, 12), (3, 4, 5, 6, 8)):
+            plan = FewRowsPlan(ceil_div(wanted, tiles), k_warps, tiles, depth, split)
+            even = not use.swiglu or plan.row_warps * tiles % 2 == 0
+            if even and 4 <= plan.warps <= 16 and plan.fits(DENSE, rows, use.width, use.norm, limits):
+                yield plan
 
 
 def descend(
@@ -121,30 +138,36 @@ def descend(
 
 # -- a step on the GPU ---------------------------------------------------------------------------------------
 class Step:
-    """The layers of a decoding step of one request, captured again for every choice of plans."""
+    """The layers of a decoding step, captured again for every choice of plans."""
 
-    def __init__(self, label: str, num_layers: int) -> None:
-        spec = dataclasses.replace(LLAMA_8B, num_layers=num_layers, vocab_size=256)
+    def __init__(self, label: str, model: ModelSpec, num_layers: int, requests: int) -> None:
+        spec = dataclasses.replace(model, num_layers=num_layers, vocab_size=256)
         self.fused, self.num_layers = FusedDecoder(build(spec, label)), num_layers
-        self.layout: ChunkLayout = self.fused.layers[0].qkv.format.layout(spec.d_model)  # type: ignore[union-attr]
+        self.spec, self.requests, format = spec, requests, self.fused.layers[0].qkv.format
+        self.layout: ChunkLayout = DENSE if format is None else format.layout(spec.d_model)  # type: ignore[attr-defined]
         pages = CONTEXT // PAGE + 1
-        self.cache = KVCache(plan_decoder(spec), BlockPool(pages, PAGE))
+        self.cache = KVCache(plan_decoder(spec), BlockPool(requests * pages, PAGE))
         self.cache.reserve(spec.num_kv_heads, spec.head_dim, torch.bfloat16, self.fused.device)
         for layer, some in itertools.product(range(num_layers), range(2)):
             self.cache.stored(layer)[some].normal_()
-        table = torch.arange(pages, dtype=torch.int32, device="cuda")[None]
-        tile = torch.tensor([[0, 0, CONTEXT, 1]], dtype=torch.int32, device="cuda")
-        at = torch.tensor([CONTEXT], device="cuda")
-        self.rows = RowPlacement(at, at, table, (AttentionTiles(tile, 1, 1),))
-        self.token = torch.tensor([5], device="cuda")
+        tables = torch.arange(requests * pages, dtype=torch.int32, device="cuda").view(requests, pages)
+        tiles = torch.tensor([[n, n, CONTEXT, 1] for n in range(requests)], dtype=torch.int32, device="cuda")
+        at = torch.tensor([CONTEXT] * requests, device="cuda")
+        slots = at + torch.arange(requests, device="cuda") * pages * PAGE
+        splits = splits_for(requests, spec.num_kv_heads)
+        self.rows = RowPlacement(at, slots, tables, (AttentionTiles(tiles, 1, splits),))
+        self.token = torch.full((requests,), 5, device="cuda")
         self.want: Tensor | None = None
+
+    def by_key(self, choice: Choice) -> dict[str, FewRowsPlan]:
+        return by_key(self.layout, self.spec, self.requests, choice)
 
     def run(self) -> Tensor:
         return self.fused.hidden(self.token, self.rows, self.cache, None, self.token)
 
     def measure(self, label: str, choice: Choice) -> float:
         """Microseconds of a layer; infinite where the result is wrong."""
-        with plans_of(self.layout, choice):
+        with plans_of(self.by_key(choice)):
             got = self.run().float()
             self.want = got if self.want is None else self.want
             if not bool((got - self.want).norm() <= WRONG * self.want.norm()):
@@ -157,6 +180,7 @@ class Step:
         samples = []
         for _ in range(11):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(100_000)  # GPU clock cycles: the graph is queued before the timer starts
             begin.record()
             graph.replay()
             end.record()
@@ -166,41 +190,41 @@ class Step:
 
 
 @contextmanager
-def plans_of(layout: ChunkLayout, choice: Choice) -> Iterator[None]:
+def plans_of(plans: Mapping[str, FewRowsPlan]) -> Iterator[None]:
     """Within the context the kernel uses these plans, and half-SM launches start with the same shape."""
     few.restart_turns()
-    with few.PLANS.using(by_key(layout, choice), device_limits().name):
+    with few.PLANS.using(plans, device_limits().name):
         yield
 
 
-def by_key(layout: ChunkLayout, choice: Choice) -> dict[str, FewRowsPlan]:
-    return {few.plan_key(layout, 1, u.out, u.width, True): choice[n] for n, u in uses(LLAMA_8B).items()}
+def by_key(layout: ChunkLayout, spec: ModelSpec, rows: int, choice: Choice) -> dict[str, FewRowsPlan]:
+    return {few.plan_key(layout, rows, u.out, u.width, True): choice[n] for n, u in uses(spec).items()}
 
 
-def compile_all(layout: ChunkLayout, offered: Mapping[str, list[FewRowsPlan]]) -> None:
+def compile_all(step: Step, offered: Mapping[str, list[FewRowsPlan]]) -> None:
     major, minor = torch.cuda.get_device_capability()
     arch = f"sm_{major}{minor}{'a' if major == 9 else ''}"
     wanted = set()
-    for name, use in uses(LLAMA_8B).items():
+    for name, use in uses(step.spec).items():
         norm = torch.bfloat16 if use.norm else None
         for plan in offered[name]:
-            macros = few.few_rows_macros(layout, torch.bfloat16, 1, plan, norm, use.swiglu)
+            rows = few.row_class(step.requests)
+            macros = few.few_rows_macros(step.layout, torch.bfloat16, rows, plan, norm, use.swiglu)
             wanted.add(tuple(nvrtc.options_for(arch, macros)))
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(lambda options: nvrtc.cached_cubin(few.few_rows_source(), options), wanted))
 
 
-def search(label: str, num_layers: int, seconds: float, path: Path) -> None:
-    step = Step(label, num_layers)
-    layout = step.layout
-    offered = {name: candidates(layout, use) for name, use in uses(LLAMA_8B).items()}
-    compile_all(layout, offered)
+def search(label: str, model: ModelSpec, num_layers: int, requests: int, seconds: float, path: Path) -> None:
+    step = Step(label, model, num_layers, requests)
+    offered = {name: candidates(step.layout, use, requests) for name, use in uses(step.spec).items()}
+    compile_all(step, offered)
     start = {name: plans[0] for name, plans in offered.items()}
     first = step.measure(label, start)
     end = time.monotonic() + seconds
     best, least = descend(start, offered, lambda c: step.measure(label, c), lambda: time.monotonic() > end)
-    print(f"{label}: {least:.2f} us a layer, {first:.2f} before", flush=True)
-    add_plans(path, by_key(layout, best), FewRowsPlan)
+    print(f"{label}, {requests} rows: {least:.2f} us a layer, {first:.2f} before", flush=True)
+    add_plans(path, step.by_key(best), FewRowsPlan)
     for name, plan in best.items():
         print(f"   {name}: {plan}", flush=True)
 
@@ -208,6 +232,8 @@ def search(label: str, num_layers: int, seconds: float, path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--formats", nargs="*", default=["int4:g128", "int3:g128", "int2:g64"])
+    parser.add_argument("--model", default="8b", choices=list(MODELS))
+    parser.add_argument("--requests", type=int, default=1)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=20.0, help="for the search of each format")
     parser.add_argument("--write", type=Path, default=few.PLANS.shipped, help="the file of plans")
@@ -215,7 +241,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise SystemExit("this bench needs a CUDA GPU")
     for label in args.formats:
-        search(label, args.layers, args.seconds, args.write)
+        search(label, MODELS[args.model], args.layers, args.requests, args.seconds, args.write)
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ def test_the_kernel_runs_by_the_plans_of_a_choice_and_then_by_its_own() -> None:
         return {n: few_rows.choose_plan(INT2, 1, u.out, u.width, *u.around) for n, u in uses.items()}
 
     before = chosen()
-    with decode_plans.plans_of(INT2, choice):
+    with decode_plans.plans_of(decode_plans.by_key(INT2, LLAMA_8B, 1, choice)):
         assert chosen() == choice != before
     assert chosen() == before
     assert len({(u.out, u.width) for u in uses.values()}) == len(uses)

@@ -43,7 +43,7 @@ class ChunkLayout:
     @property
     def label(self) -> str:
         """How tables of measured plans name the format: "int4 g128", "nf4:s2 g64"."""
-        kind = f"nf{self.bits}:s{self.scales}" if self.table else f"int{self.bits}"
+        kind = f"nf{self.bits}:s{self.scales}" if self.table else "dense" if self.dense else f"int{self.bits}"
         return f"{kind} g{self.group}"
 
     def macros(self, dtype: torch.dtype) -> dict[str, int]:
@@ -67,8 +67,16 @@ class ChunkLayout:
         return 128 * (0, 0, 16, 128, 256)[self.bits] if self.table else 0
 
     @property
+    def dense(self) -> bool:
+        """Whether the weight is no packed one: rows of 16-bit numbers, in place of chunks."""
+        return self.bits == 16
+
+    @property
     def chunk_bytes(self) -> int:
-        return self.code_bytes + 64 * (CHUNK_WIDTH // self.group)
+        return self.code_bytes + (0 if self.dense else 64 * (CHUNK_WIDTH // self.group))
+
+
+DENSE = ChunkLayout(16, CHUNK_WIDTH, False, 1, False)
 
 
 def aligned(x_MK: Tensor) -> Tensor:

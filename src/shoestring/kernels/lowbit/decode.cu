@@ -1,5 +1,5 @@
 // Codes of 2, 3 and 4 bits to pairs of floats in the registers of a lane. Compiled in front of few_rows.cu, many_rows.cu and
-// decode_dense.cu.
+// decode_dense.cu. (BITS 16: the weight is dense, and there is nothing to decode.)
 //
 // Macros given by the caller:
 //   BITS 2,3,4   TABLE 0 integers (scale, zero), 1 levels from a table   TWO 1: one scale per sign (TABLE only)
@@ -8,10 +8,11 @@
 #define SPG (8 / NG)                 // steps of 16 k in a group
 #define NW (2 * BITS)                // words of a lane
 #define CODES (256 * BITS)           // bytes of codes in a chunk
-#define CHUNK (CODES + 64 * NG)
+#define DENSE (BITS == 16)
+#define CHUNK (CODES + (DENSE ? 0 : 64 * NG))
 #define BASE (HALF ? 1024.f : 128.f)
 // Codes of rows 8..15 are read where they lie, RS times too large; the sum is divided at the end.
-#define RS (TABLE ? 1 : BITS == 4 ? (HALF ? 16 : 1) : 4)
+#define RS (TABLE || DENSE ? 1 : BITS == 4 ? (HALF ? 16 : 1) : 4)
 #if TABLE && !INT8_MMA
 #define LUT_BYTES (128 * (BITS == 4 ? 256 : BITS == 3 ? 128 : 16))
 #else
@@ -22,6 +23,7 @@
 INLINE u32 relu2(u32 a) { return mul_relu2(a, HALF ? 0x3c003c00u : 0x3f803f80u); }
 INLINE float scale_float(u32 bits) { return SBF16 ? __uint_as_float(bits << 16) : half_float(bits & 0xffff); }
 
+#if !DENSE
 // ---- codes to pairs of floats --------------------------------------------------------------------------------
 // a[i] of step j: row (i & 1 ? g + 8 : g), k = 16 j + 2 t + (i & 2 ? 8 : 0) and the next; g = lane / 4, t = lane % 4.
 INLINE void load_words(u32* w, const char* chunk, const int lane) {
@@ -104,4 +106,4 @@ INLINE void decode(u32* a, const u32* w, const int j, const u32 lane4) {
     for (int i = 0; i < 4; i++) a[i] = *(const u32*)(smem + field(pair_word(w, 4 * j + i), INDEX_MASK, lane4));
 }
 #endif
-
+#endif

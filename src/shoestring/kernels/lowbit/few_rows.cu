@@ -12,6 +12,7 @@
 //    digit is a column of B. Codes are bytes at their place in a word, so one AND makes four of them, and sums are exact.
 //    Sums of x's digits by group turn zero points into one product per group. Levels of a table are bytes, looked up in
 //    two registers by a byte permute; those above and below zero are two products, because their scales may differ.
+//  - a dense weight (BITS 16, with XREG) is copied row by row; its fragments are read by ldmatrix.
 //  - otherwise codes become pairs of floats (decode.cu). x comes through registers where it is small (XREG: normalised
 //    and summed by group on the way), or by bulk copies in panels, double-buffered.
 //  - inputs are split over the KW warps of a block and the blocks of a cluster (split-K). Partial sums go to the
@@ -107,7 +108,11 @@ extern "C" __global__ void BOUNDS lowbit_few_rows(
 #if EXPERTS == 2
         from[r] = W + (((u64)chosen.expert[slot] * tiles + min(tile, tiles - 1)) * per_slot + begin) * CHUNK + lane * 16;
 #else
+#if DENSE  // 16 rows, of which a warp copies two at a time
+        from[r] = W + (((u64)min(tile, tiles - 1) * 16 + lane / 16) * K + (first + k_warp) * 128 + lane % 16 * 8) * 2;
+#else
         from[r] = W + ((u64)min(tile, tiles - 1) * chunks + first + k_warp) * CHUNK + lane * 16;
+#endif
 #endif
     }
     int left = mine;
@@ -118,14 +123,26 @@ extern "C" __global__ void BOUNDS lowbit_few_rows(
     ask_for_levels(table, warp, lane);
 #endif
     if (PAUSE) nap(PAUSE);
+#if DENSE
+    // Where this lane puts 16 bytes of row p + lane / 16, and finds those of a fragment: pieces of a row change places by its number,
+    // against bank conflicts.
+    auto piece_at = [&](const int row, const int piece) { return shared_address(ring) + row * 256 + ((piece ^ row & 7) * 16); };
+    auto dense_lane = [&](const int p) { return piece_at(p + lane / 16, lane % 16); };
+#else
     const u32 ring_lane = shared_address(ring) + lane * 16;
+#endif
     auto fetch = [&](const int at) {  // the next chunks to byte `at` of the ring; always commits, so that groups can be counted
         #pragma unroll
         for (int r = 0; r < R; r++) {
             #pragma unroll
+#if DENSE
+            for (int p = 0; p < 16; p += 2) copy_async_if(dense_lane(p) + at + r * CHUNK, from[r] + (u64)p * K * 2, left > 0);
+            from[r] += stride * 256;
+#else
             for (int p = 0; p < CHUNK / 16; p += 32)
                 copy_async_if(ring_lane + at + r * CHUNK + p * 16, from[r] + p * 16, left > 0 && p + lane < CHUNK / 16);
             from[r] += stride * CHUNK;
+#endif
         }
         left--;
         commit();
@@ -286,6 +303,29 @@ extern "C" __global__ void BOUNDS lowbit_few_rows(
     for (int m = 0; m < MT; m++)
         x_row[m] = shared_address(x_smem) + min(m * 8 + (lane & 7), M - 1) * x_pitch + (lane >> 3) * 16 + k_warp * 256;
 
+#if DENSE
+    auto consume = [&](const int at, const u32 x_at, const int chunk_at) {
+        #pragma unroll
+        for (int j2 = 0; j2 < 4; j2++) {
+            u32 x[MT][4];
+            #pragma unroll
+            for (int m = 0; m < MT; m++) {
+                uint4 v = make_uint4(0, 0, 0, 0);
+                if (m * 8 + g < M) v = *(const uint4*)(x_smem + (chunk_at * 4 + j2) * X_GROUP + (m * 8 + g) * 64 + t * 16);
+                x[m][0] = v.x, x[m][1] = v.y, x[m][2] = v.z, x[m][3] = v.w;
+            }
+            #pragma unroll
+            for (int b = 0; b < 2; b++)
+                #pragma unroll
+                for (int r = 0; r < R; r++) {
+                    u32 a[4];
+                    load_x(a, piece_at(lane & 15, 4 * j2 + 2 * b + lane / 16) + at + r * CHUNK);
+                    #pragma unroll
+                    for (int m = 0; m < MT; m++) mma(acc[r][m], a, x[m][2 * b], x[m][2 * b + 1]);
+                }
+        }
+    };
+#else
     auto consume = [&](const int at, const u32 x_at, const int chunk_at) {  // the chunks at byte `at` of the ring
         u32 w[R][NW];
         const char* chunk[R];
@@ -386,6 +426,7 @@ extern "C" __global__ void BOUNDS lowbit_few_rows(
                 }
         }
     };
+#endif
 #endif
 
     // ---- the main loop ---------------------------------------------------------------------------------------------

@@ -1,4 +1,5 @@
-"""One to sixteen rows times weights of 2, 3 or 4 bits, fused with the operations around the product (few_rows.cu).
+"""One to sixteen rows times weights of 2, 3 or 4 bits, fused with the operations around the product (few_rows.cu). Two
+to four rows times a dense weight, too.
 
     y = [norm] x W^T [+ bias] [swiglu] [+ residual]          arguments and definition: kernels/gemv/row_linear.py
 
@@ -23,7 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from shoestring.hardware.device import BLOCK_RESERVED, H200, DeviceLimits, device_limits
 from shoestring.hardware.plan_table import PlanTable, overridden
-from shoestring.kernels.lowbit.chunk_layout import CHUNK_ROWS, CHUNK_WIDTH, ChunkLayout, aligned, ceil_div
+from shoestring.kernels.lowbit.chunk_layout import CHUNK_ROWS, CHUNK_WIDTH, DENSE, ChunkLayout, aligned, ceil_div
 from shoestring.kernels.runtime.nvrtc import SOURCES, Kernel, compile_kernel, cuda_source, pointer
 
 MOST_ROWS = 16
@@ -102,6 +103,8 @@ class FewRowsPlan:
     def fits(self, layout: ChunkLayout, rows: int, width: int, norm: bool = False, limits: DeviceLimits = H200) -> bool:
         if self.int8_mma and (self.panel or rows > 8 or (layout.table and layout.bits == 2)):
             return False
+        if layout.dense and (self.int8_mma or self.panel or width % CHUNK_WIDTH):
+            return False
         if self.half_sm and (self.split > 1 or self.warps > 16):
             return False
         chunks = ceil_div(width, CHUNK_WIDTH)
@@ -129,15 +132,25 @@ def row_class(rows: int) -> int:
 
 
 def rule(
-    layout: ChunkLayout, rows: int, out: int, width: int, norm: bool, swiglu: bool, limits: DeviceLimits = H200
+    layout: ChunkLayout,
+    rows: int,
+    out: int,
+    width: int,
+    norm: bool,
+    swiglu: bool,
+    limits: DeviceLimits = H200,
+    level_bytes: bool = True,
 ) -> FewRowsPlan:
     """One block per SM where possible, short rings, two row tiles per warp for few rows, and all of x at once where it
-    is small. int8_mma where it saves more than splitting x into digits costs every block."""
+    is small. int8_mma where it saves more than splitting x into digits costs every block; always for tables, unless
+    `level_bytes` is false."""
     tiles, chunks = ceil_div(out, CHUNK_ROWS), ceil_div(width, CHUNK_WIDTH)
     wanted = max(1, min(14, ceil_div(tiles, limits.num_sms)))  # row tiles of a block
-    int8_mma = int(not layout.table and rows <= 4 and 8 * rows <= 15 * wanted)
-    whole = norm or rows * width <= 32 * 1024
-    pair = 2 if swiglu or (wanted % 2 == 0 and rows <= 4 and whole) else 1
+    int8_mma = int(rows <= 4 and 8 * rows <= 15 * wanted)
+    if layout.table:
+        int8_mma = int(rows <= 4 and layout.bits > 2 and level_bytes)
+    whole = norm or rows * width <= (64 if layout.table and int8_mma else 32) * 1024
+    pair = 2 if swiglu or (wanted % 2 == 0 and rows <= 4 and whole and not layout.table) else 1
     row_warps = ceil_div(wanted, pair)
     many = row_warps >= 7 if pair == 1 or rows <= 4 else False
     most = 28 if many or (pair == 1 and rows <= 4 and row_warps > 2) else 16
@@ -149,6 +162,22 @@ def rule(
                 return plan
         k_warps //= 2
     return FewRowsPlan(1, 1, 2 if swiglu else 1, panel=int(not norm))
+
+
+def dense_rule(
+    rows: int, out: int, width: int, norm: bool, swiglu: bool, limits: DeviceLimits = H200
+) -> FewRowsPlan | None:
+    """One block per SM, all of x at once, where that is large in clusters; None: x does not fit."""
+    tiles, chunks = ceil_div(out, CHUNK_ROWS), ceil_div(width, CHUNK_WIDTH)
+    for split in (1,) if norm else (1, 2, 4):
+        wanted = max(1, min(14, ceil_div(tiles * split, limits.num_sms)))
+        wanted += wanted % 2 if swiglu else 0
+        for depth, most in itertools.product((4, 3), (16, 14, 12, 8)):
+            k_warps = even_k_warps(max(1, most // wanted), ceil_div(chunks, split))
+            plan = FewRowsPlan(wanted, k_warps, 1, depth, split)
+            if rows * width // split <= 40 * 1024 and plan.fits(DENSE, rows, width, norm, limits):
+                return plan
+    return None
 
 
 def half_sm_rule(
@@ -195,8 +224,9 @@ def choose_plan(
     fields."""
     rows = row_class(rows)  # a plan serves a class of rows, so that few kernels are compiled
     step = norm or swiglu or residual
-    plan = rule(layout, rows, out, width, norm, swiglu, limits)
-    if step and rows <= 2 and not layout.table:
+    plan = dense_rule(rows, out, width, norm, swiglu, limits) if layout.dense else None
+    plan = plan or rule(layout, rows, out, width, norm, swiglu, limits)
+    if step and rows <= 2 and not layout.table and not layout.dense:
         plan = half_sm_rule(layout, rows, out, width, norm, swiglu, limits) or plan
     measured = PLANS.find(plan_key(layout, rows, out, width, step), limits.name)
     if measured is not None and measured.runs(layout, rows, width, norm, swiglu, limits):
@@ -340,16 +370,20 @@ def few_rows_cuda(
     residual_1N: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Up to MOST_ROWS rows; x bf16 or fp16, y the same or fp32."""
+    """Up to MOST_ROWS rows; x bf16 or fp16, y the same or fp32. A dense weight [out, in] stands in place of chunks."""
     x_MK = aligned(x_MK)
     limits = device_limits(x_MK.device.index)
     bias, residual_1N = (t if t is None else t.to(x_MK.dtype).contiguous() for t in (bias, residual_1N))
-    (rows, width), (tiles, per_row) = x_MK.shape, chunks.shape[:2]
+    rows, width = x_MK.shape
+    tiles, per_row = (len(chunks) // CHUNK_ROWS, width // CHUNK_WIDTH) if layout.dense else chunks.shape[:2]
     out = tiles * CHUNK_ROWS // (2 if swiglu else 1)
     out32 = out_dtype == torch.float32
     y = torch.empty(rows, out, dtype=out_dtype or x_MK.dtype, device=x_MK.device)
     around = (norm_K is not None, swiglu, residual_1N is not None)
     plan = plan or choose_plan(layout, rows, tiles * CHUNK_ROWS, width, *around, limits)
+    if plan.int8_mma and layout.table and layout.bits == 4 and x_MK.dtype == torch.float16:
+        # Levels up to 127 are as exact as bf16 needs.
+        plan = rule(layout, row_class(rows), tiles * CHUNK_ROWS, width, *around[:2], limits, level_bytes=False)
     if norm_K is not None and not plan.fits(layout, rows, width, True, limits):  # many rows of great width
         x_MK = F.rms_norm(x_MK.float(), (width,), norm_K.float(), eps).to(x_MK.dtype)
         norm_K, plan = None, choose_plan(layout, rows, tiles * CHUNK_ROWS, width, False, *around[1:], limits)
@@ -414,7 +448,7 @@ def choose_expert_plan(
     if plan is None:
         if choice.sum:
             return None
-        plan = rule(layout, rows, out * slots, width, False, swiglu, limits)
+        plan = rule(layout, rows, out * slots, width, False, swiglu, limits, level_bytes=False)
     one_row = "SHOESTRING_LOWBIT_EXPERT_SUM_PLAN" if choice.sum else "SHOESTRING_LOWBIT_EXPERT_ROW_PLAN"
     variable = one_row if choice.top_k else "SHOESTRING_LOWBIT_EXPERT_SLOT_PLAN"
     return overridden(plan, variable, runs, f"cannot run with {slots} experts of {out}x{width}")

@@ -6,7 +6,7 @@
 #define TILES (RW * R)                   // row tiles of a block; even under SWIGLU
 #define RING (DEPTH * R * CHUNK)         // bytes of a warp's ring
 #define PART 20                          // floats between the columns of partial sums: no bank conflicts
-#define SUMS (!TABLE && XREG && !INT8_MMA) // sums of x by group are at hand
+#define SUMS (!TABLE && !DENSE && XREG && !INT8_MMA) // sums of x by group are at hand
 #define CHAINS (MT * R == 1 ? 2 : 1)     // sums that a group is gathered in, so that mma need not wait for mma
 #define BYTE_CHAINS (HALF_SM_REGS && R * MT * NG == 1 ? 2 : 1)  // the same for INT8_MMA, where few warps have to hide it
 #define LOW (4 * MT)                     // INT8_MMA: the column of a row's low digit, less that of its high one

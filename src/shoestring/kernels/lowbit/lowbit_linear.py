@@ -26,7 +26,7 @@ from torch import Tensor
 from shoestring.hardware.device import device_limits
 from shoestring.kernels.gemv.row_linear import row_linear_ref
 from shoestring.kernels.lowbit import few_rows, many_rows
-from shoestring.kernels.lowbit.chunk_layout import CHUNK_ROWS, ChunkLayout, ceil_div, unpack_chunks
+from shoestring.kernels.lowbit.chunk_layout import CHUNK_ROWS, CHUNK_WIDTH, ChunkLayout, ceil_div, unpack_chunks
 from shoestring.kernels.runtime.nvrtc import (
     NvrtcError,
     compile_kernel,
@@ -86,6 +86,23 @@ def _cuda_usable(device: int) -> bool:
 def chunks_usable(t: Tensor) -> bool:
     """Whether the CUDA kernels run on t's device, so that weights should be laid out in chunks."""
     return t.is_cuda and _cuda_usable(t.device.index or 0)
+
+
+MOST_DENSE_ROWS = 4
+MOST_DENSE_OUT = 65536  # a head has many blocks for an SM, each of which would load x
+
+
+def dense_rows_usable(rows: int, weight: Tensor) -> bool:
+    """Whether few_rows_cuda takes so many rows of a dense weight."""
+    out, width = weight.shape
+    if not chunks_usable(weight) or weight.dtype not in (torch.bfloat16, torch.float16) or not weight.is_contiguous():
+        return False
+    if not 1 < rows <= MOST_DENSE_ROWS or out % (2 * CHUNK_ROWS) or width % CHUNK_WIDTH or out > MOST_DENSE_OUT:
+        return False
+    return (
+        few_rows.dense_rule(few_rows.row_class(rows), out, width, False, False, device_limits(weight.device.index))
+        is not None
+    )
 
 
 # -- decoding ------------------------------------------------------------------------------------------------

@@ -522,7 +522,7 @@ class FusedDecoder:
         """(x, what is still to be added to it) after x + linear(y), and whether `after_2D` was applied as well."""
         if not linear.has_row_kernel(x_TD.shape[0]):
             return x_TD, linear(y_TE), False
-        if after_2D is not None and linear.weight is not None:
+        if after_2D is not None and linear.weight is not None and len(x_TD) == 1:
             return linear.row(y_TE, residual_1N=x_TD, after_2N=after_2D), None, True
         return linear.row(y_TE, residual_1N=x_TD), None, False
 

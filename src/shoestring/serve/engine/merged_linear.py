@@ -22,10 +22,11 @@ from shoestring.formats import Dense, FloatAsym, Format, FormatLinear, IntAsym
 from shoestring.formats.base import Parts
 from shoestring.formats.linear import local
 from shoestring.kernels.gemv.row_linear import row_linear
-from shoestring.kernels.lowbit.chunk_layout import ChunkLayout
+from shoestring.kernels.lowbit.chunk_layout import DENSE, ChunkLayout
 from shoestring.kernels.lowbit.few_rows import MOST_ROWS as FEW_ROWS
+from shoestring.kernels.lowbit.few_rows import few_rows_cuda
 from shoestring.kernels.lowbit.int8_linear import int8_linear, int8_linear_usable
-from shoestring.kernels.lowbit.lowbit_linear import lowbit_row_linear
+from shoestring.kernels.lowbit.lowbit_linear import dense_rows_usable, lowbit_row_linear
 
 
 @dataclass(frozen=True)
@@ -51,9 +52,11 @@ class MergedLinear:
         return torch.cat([layer(x_TD) for layer in self.separate], dim=-1)
 
     def has_row_kernel(self, num_rows: int) -> bool:
-        """Whether `row` computes so many rows: one of a dense weight or of int8 with one scale a row, few of packed
-        weights in their kernel's layout."""
-        if self.weight is not None or self._int8_rows:
+        """Whether `row` computes so many rows: one of int8 with one scale a row, one or few of a dense weight, few of
+        packed weights in their kernel's layout."""
+        if self.weight is not None:
+            return num_rows == 1 or dense_rows_usable(num_rows, self.weight)
+        if self._int8_rows:
             return num_rows == 1
         return self._chunked and num_rows <= FEW_ROWS
 
@@ -102,6 +105,8 @@ class MergedLinear:
     def row(self, x_TD: Tensor, **fused: Any) -> Tensor:
         """The product with the operations `fused` into it: kernels/gemv/row_linear.py, or its packed counterpart."""
         if self.weight is not None:
+            if len(x_TD) > 1:
+                return few_rows_cuda(x_TD, self.weight, None, self.bias, DENSE, **fused)
             return row_linear(x_TD, self.weight, self.bias, **fused)
         assert self.parts is not None
         if self._chunked:
