@@ -2,6 +2,7 @@
 
     python -m benchmarks.lowbit_gemm                       # the whole table with all peers, about three minutes
     python -m benchmarks.lowbit_gemm --part variants       # fp16 activations and groups of 64, ours alone
+    python -m benchmarks.lowbit_gemm --formats nf4:s2:g128 int4:g128 --rows 1 2 4     # ours alone
     python -m benchmarks.lowbit_peers humming              # one peer alone
     python -m benchmarks.lowbit_gemm --tune [PLANS.json]   # choose plans of the kernel for many rows
 
@@ -515,6 +516,7 @@ def main() -> None:
     )
     parser.add_argument("--part", default="table", choices=list(PARTS), help="variants: fp16, groups of 64")
     parser.add_argument("--formats", nargs="*", default=list(LABELS), choices=list(LABELS), help="only these")
+    parser.add_argument("--rows", nargs="*", type=int, choices=ROWS, help="only these numbers of rows, without peers")
     parser.add_argument("--prepare", action="store_true", help="only compile our kernels")
     parser.add_argument("--seconds", type=float, default=240, help="start nothing new after this long")
     args = parser.parse_args()
@@ -523,11 +525,13 @@ def main() -> None:
     if not part:
         allowed = ", ".join(lines.label for lines in PARTS[args.part])
         parser.error(f"--part {args.part} has none of these formats; it has {allowed}")
+    if args.rows:
+        part = [dataclasses.replace(lines, rows=args.rows) for lines in part]
     if args.prepare:
         compile_ours(part)
     elif args.tune:
         tune([lines.label for lines in part], args.tune, time.monotonic() + args.seconds)
-    elif args.part == "variants":
+    elif args.part == "variants" or args.rows:
         run_variants(part, args.seconds)
     else:
         run_all(part, args.seconds)
