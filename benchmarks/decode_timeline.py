@@ -268,9 +268,9 @@ def run_step(name: str, step: Step, bandwidth: float, variants: bool, quick: boo
     if requests > 1:
         return
     if step.fused.short_context < math.inf:
-        other = functools.partial(step.kernels, not step.long)
-        note(f"attention in {'one kernel' if step.long else 'three kernels'}", microseconds(captured(other)))
-        distance = ((other() - step.kernels()).norm() / step.kernels().norm()).item()
+        turned = functools.partial(step.kernels, not step.long)
+        note(f"attention in {'one kernel' if step.long else 'three kernels'}", microseconds(captured(turned)))
+        distance = ((turned() - step.kernels()).norm() / step.kernels().norm()).item()
         print(f"    distance {distance:.2e} from the line above", flush=True)
         assert distance <= WRONG, "the two ways of attention differ"
     whole = step.one_kernel()

@@ -26,7 +26,7 @@ from torch import Tensor
 from shoestring.hardware.device import device_limits
 from shoestring.kernels.gemv.row_linear import row_linear_ref
 from shoestring.kernels.lowbit import few_rows, many_rows
-from shoestring.kernels.lowbit.chunk_layout import CHUNK_ROWS, CHUNK_WIDTH, ChunkLayout, ceil_div, unpack_chunks
+from shoestring.kernels.lowbit.chunk_layout import CHUNK_ROWS, DENSE, ChunkLayout, ceil_div, unpack_chunks
 from shoestring.kernels.runtime.nvrtc import (
     NvrtcError,
     compile_kernel,
@@ -89,20 +89,16 @@ def chunks_usable(t: Tensor) -> bool:
 
 
 MOST_DENSE_ROWS = 4
-MOST_DENSE_OUT = 65536  # a head has many blocks for an SM, each of which would load x
 
 
 def dense_rows_usable(rows: int, weight: Tensor) -> bool:
-    """Whether few_rows_cuda takes so many rows of a dense weight."""
-    out, width = weight.shape
-    if not chunks_usable(weight) or weight.dtype not in (torch.bfloat16, torch.float16) or not weight.is_contiguous():
+    """Whether few_rows_cuda takes so many rows of a dense weight: where it was measured to be faster than cuBLAS."""
+    if not 1 < rows <= MOST_DENSE_ROWS or not chunks_usable(weight) or not weight.is_contiguous():
         return False
-    if not 1 < rows <= MOST_DENSE_ROWS or out % (2 * CHUNK_ROWS) or width % CHUNK_WIDTH or out > MOST_DENSE_OUT:
+    if weight.dtype not in (torch.bfloat16, torch.float16):
         return False
-    return (
-        few_rows.dense_rule(few_rows.row_class(rows), out, width, False, False, device_limits(weight.device.index))
-        is not None
-    )
+    key, limits = few_rows.plan_key(DENSE, rows, *weight.shape, True), device_limits(weight.device.index)
+    return few_rows.PLANS.find(key, limits.name) is not None
 
 
 # -- decoding ------------------------------------------------------------------------------------------------
