@@ -521,6 +521,7 @@ def test_steps_run_ahead_while_texts_end_and_others_wait(monkeypatch: pytest.Mon
     """Texts that come and end one after the other, some at the end of the context, some preempted: each is that of the
     naive loop, steps run ahead all the same, and nobody waits for more than HOLD_STEPS of them."""
     monkeypatch.setattr("shoestring.serve.engine.engine.HOLD_FROM", 16)
+    monkeypatch.setattr("shoestring.serve.engine.engine.ENDING_SHARE", 4)
     model, draw = tiny_decoder(max_positions=24), random.Random(3)
     engine = Engine(model, max_requests=20, max_context=24, block_size=4, num_blocks=48, graphs=True)
     asked = [
@@ -538,4 +539,4 @@ def test_steps_run_ahead_while_texts_end_and_others_wait(monkeypatch: pytest.Mon
         num_ahead += engine._launched_ahead is not None
     for request, (prompt, sampling) in zip(requests, asked, strict=True):
         assert request.new_tokens == naive(model, prompt, sampling)
-    assert num_ahead > 8 and engine.stats.num_preemptions > 0 and engine.cache.pool.num_used == 0
+    assert num_ahead > 12 and engine.stats.num_preemptions > 0 and engine.cache.pool.num_used == 0

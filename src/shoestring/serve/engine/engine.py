@@ -456,17 +456,24 @@ class Engine:
 
     def _run_ahead(self, launched: LaunchedStep) -> LaunchedStep | None:
         """Launch the next step before the tokens of `launched` are known on the host, if only those tokens could change
-        it: it reads them on the device. A row of a request that turns out to have ended is wasted; so is that of one
-        that is known to end with the pending token, where few do."""
-        requests = launched.requests
-        if not all(launched.alive) or len(requests) != len(self._stepping) or not self._may_hold(len(requests)):
+        it: it reads them on the device. A row of a request that turns out to have ended is wasted. Where few do, so
+        is that of one that is known to end with the pending token, and the place of one that has ended stays empty."""
+        requests, alive = launched.requests, launched.alive
+        num_alive = sum(alive)
+        if num_alive != len(self._stepping) or not self._may_hold(num_alive):
             return None
         if any(r.drafts for r in requests) or self._drafts_next():
             return None
-        if sum(self._room(r) < 2 for r in requests) > len(requests) // ENDING_SHARE:
+        num_ending = sum(self._room(r) < 2 for r, lives in zip(requests, alive, strict=True) if lives)
+        if len(requests) - num_alive + num_ending > len(requests) // ENDING_SHARE:
             return None
         spans, checks = [], []
-        for request in requests:
+        for request, table, check, lives in zip(requests, launched.tables, launched.checks, alive, strict=True):
+            if not lives:
+                assert table is not None
+                spans.append(RowSpan(table.blocks, 0, 0))  # no row, as behind the last request of a graph
+                checks.append(check)
+                continue
             assert request.table is not None
             position = len(request.tokens)  # of the pending token
             if position >= self.max_context:
