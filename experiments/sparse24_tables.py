@@ -47,13 +47,13 @@ def stable_table() -> str:
 def short() -> str:
     """Loss and speed side by side: the loss at GPT-2's shape with a rate that stays, and whole steps at two widths. The
     distance of rows without a long run is that of the short one, which the cell says."""
-    lines, brief = lines_of(GPT2, repeats=False, schedule=WSD), lines_of(SHORT, schedule=WSD, steps=WHOLE)
+    lines, brief = lines_of(GPT2, repeats=False, schedule=WSD), lines_of(SHORT, schedule=WSD, steps=HALF)
     steps = [n for n in newest("train_sparse24") if n["config"]["what"] == "step"]
     speed = {
         (n["case"].replace(", exact weight gradient", " exact"), n["config"]["d_model"]): n["ratio"] for n in steps
     }
     rows, shown = [], list(lines)
-    for case in ("dense", "half-width", "FST", "FST exact", "S-STE", "S-STE exact", "SR-STE", "SR-STE exact", "FP8"):
+    for case in ("dense", "half-width", "FST", "FST exact", "S-STE", "S-STE exact", "SR-STE exact", "FP8"):
         runs = [n for n in lines if n["case"] == case]
         loss = f"{statistics.mean(n['value'] for n in runs):.4f}" if runs else ""
         measured = runs or [n for n in brief if n["case"] == case]
