@@ -300,9 +300,9 @@ def run_step(name: str, step: Step, bandwidth: float, variants: bool, quick: boo
         for plan in VARIANTS:
             changed = {f.name: v for f in dataclasses.fields(plan) if (v := getattr(plan, f.name)) != f.default}
             with attempt(f"{changed}"):
-                other = step.one_kernel(plan)
-                assert other is not None
-                took = statistics.median(microseconds(captured(functools.partial(step.row, other))))
+                planned = step.one_kernel(plan)
+                assert planned is not None
+                took = statistics.median(microseconds(captured(functools.partial(step.row, planned))))
                 print(f"    {took:8.1f} us  {changed}", flush=True)
 
 

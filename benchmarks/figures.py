@@ -103,7 +103,7 @@ def decode_timeline() -> str:
     """A layer of a decoding step as kernels, and as a part of one kernel."""
     model, lanes, longest = "Llama 1B shape", [], 0.0
     of_model = [n for n in recorded("decode_timeline") if n["config"]["model"] == model and "layer" in n["quality"]]
-    of_model = [n for n in of_model if n["config"]["batch"] == 1]
+    of_model = [n for n in of_model if n["config"]["batch"] == 1 and n["config"]["context"] == 256]
     drawn = {n["case"]: n for n in of_model if n["config"]["blocks"] == "bf16"}
     for n in drawn.values():
         layer = n["quality"]["layer"]
