@@ -282,7 +282,7 @@ class LiveScores:
 
         self.target(micro.tokens_BT, readout=readout)
         ids, logp, tail = (torch.cat(p).unflatten(0, micro.tokens_BT.shape) for p in zip(*parts, strict=True))
-        return TopK(ids, logp, tail, torch.zeros_like(tail))
+        return TopK(ids, logp, tail)
 
 
 # -- on the drafter's own text ------------------------------------------------------------------------------
