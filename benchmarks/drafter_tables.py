@@ -25,8 +25,8 @@ def table() -> str:
 
 
 def newest_table() -> str:
-    """Of the targets whose drafters were measured at every temperature, else of the largest one."""
-    return "\n\n".join(_tables(all_temperatures=True)) or next(iter(_tables()))
+    """Of the targets whose drafters were measured at every temperature, and of the one that was served last."""
+    return "\n\n".join(_tables(all_temperatures=True))
 
 
 def _tables(*, all_temperatures: bool = False) -> list[str]:
@@ -34,7 +34,8 @@ def _tables(*, all_temperatures: bool = False) -> list[str]:
     order = {name: i for i, name in enumerate(BUDGETS)}
     targets = _lasting(lines)
     if all_temperatures:
-        targets &= {n["config"]["target"] for n in lines if "sampled_0.7_acceptance" in n["quality"]}
+        known = {n["config"]["target"] for n in lines if "sampled_0.7_acceptance" in n["quality"]}
+        targets = (targets & known) | {newest_target()}
     parts = []
     for target in sorted(targets, key=_largest):
         own = [n for n in lines if n["config"]["target"] == target]
@@ -241,9 +242,28 @@ def _varied(config: dict[str, Any]) -> bool:
 
 
 def accepted(target: str) -> dict[str, dict[str, float]]:
-    """What is known of each drafter's acceptance, the newest line of each."""
-    lines = [n for n in newest(BENCH) if n["config"]["target"] == target and n["config"]["budget"] != "batches"]
-    return {n["case"]: n["quality"] for n in lines if n["quality"].get("acceptance") is not None}
+    """The acceptance of each drafter in its newest training, the mean over seeds; not of trainings at equal compute."""
+    lines = [n for n in newest(BENCH) if n["config"]["target"] == target and "acceptance" in n["quality"]]
+    found: dict[str, dict[str, float]] = {}
+    for case in dict.fromkeys(n["case"] for n in lines):
+        own = [n for n in lines if n["case"] == case and n["config"]["budget"] != "equal compute"]
+        if own:
+            training = _training(own[-1])
+            own = [n for n in own if _training(n) == training]
+            names = [k for k in own[-1]["quality"] if k.endswith("acceptance")]
+            found[case] = {k: statistics.mean(n["quality"][k] for n in own) for k in names}
+    return found
+
+
+def _training(line: dict[str, Any]) -> tuple[Any, ...]:
+    return line["config"]["budget"], line["config"].get("steps")
+
+
+def well_trained() -> str:
+    """A target whose drafters were measured at every temperature, a given model before one that was trained for it."""
+    lines = [n for n in newest(BENCH) if "sampled_0.7_acceptance" in n["quality"]]
+    targets = list(dict.fromkeys(n["config"]["target"] for n in lines))
+    return min(targets, key=lambda t: t.startswith("Llama shape")) if targets else newest_target()
 
 
 def targets() -> str:

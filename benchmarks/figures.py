@@ -436,17 +436,20 @@ def repeats(target: str) -> str:
 
 
 def acceptance() -> str:
-    """Greedy and sampled acceptance of the drafters of the newest target."""
-    target = drafter_tables.newest_target()
-    bars = []
+    """Greedy and sampled acceptance of the drafters of one target."""
+    target = drafter_tables.well_trained()
+    kinds = {"acceptance": "greedy", "sampled_0.7_acceptance": "temperature 0.7", "sampled_acceptance": "temperature 1"}
+    bars: list[Bar] = []
     for case, q in sorted(drafter_tables.accepted(target).items(), key=lambda item: item[0] != drafter_tables.LOOKUP):
-        bars.append(Bar(case, q["acceptance"], f"{q['acceptance']:.2f}", 0))
-        bars.append(Bar("", q["sampled_acceptance"], f"{q['sampled_acceptance']:.2f}", 1))
+        shown = [name for name in kinds if name in q]
+        bars += [
+            Bar("" if i else case, q[name], f"{q[name]:.2f}", list(kinds).index(name)) for i, name in enumerate(shown)
+        ]
     return bar_plot(
         "Share of drafted tokens that are accepted",
         f"four drafts a pass; target: {target}",
         bars,
-        [("greedy", 0), ("sampled, temperature 1", 1)],
+        [(name, i) for i, name in enumerate(kinds.values())],
         repeats(target),
         left=190,
     )

@@ -4,6 +4,7 @@
     python -m experiments.drafter --size cpu       a small one; about 10 minutes of a CPU core
     python -m experiments.drafter --size given --model DIR --data FOLDER     your own model and texts for it
     python -m experiments.drafter --size long --english FOLDER     a target trained for longer, on English and Python
+    python -m experiments.drafter --size stories --assets FOLDER --no-speed     stories260K on a CPU, minutes a seed
 
 In parts, where a machine is shared for training and idle only for the timing (all with the same --keep):
 
@@ -48,6 +49,7 @@ from experiments.drafter_target import (
     english_and_python,
     inference,
     open_own_text,
+    open_stories,
     train_target,
     write_own_text,
 )
@@ -68,7 +70,7 @@ from shoestring.shrink.drafter_acceptance import engine_for, measure_acceptance
 from shoestring.shrink.drafter_model import coverage, first_layers, frequent_tokens, save_drafter
 from shoestring.shrink.drafter_objectives import DraftDistill
 from shoestring.train.data import TokenData
-from shoestring.train.shards import Corpus, tokenize_corpus
+from shoestring.train.shards import Corpus, TokenShards, tokenize_corpus
 from shoestring.train.teacher_cache import ScalarCache, TeacherCache
 
 __all__ = ["Bench", "batches", "main", "table"]
@@ -120,7 +122,7 @@ class Bench:
     def __init__(
         self,
         target: Decoder,
-        text: Corpus,
+        text: Corpus | TokenShards,
         prompts: list[list[int]],
         size: Size,
         name: str,
@@ -131,7 +133,8 @@ class Bench:
     ) -> None:
         """`longer`: steps of the one that is trained for longest. `more_rows`: the largest of its cases."""
         self.target, self.size, self.layers, self.name = target, size, size.layers, name
-        self.text, self.prompts, self.folder, self.seed = text, prompts, folder, seed
+        self.text = text if isinstance(text, TokenShards) else text.train
+        self.prompts, self.folder, self.seed = prompts, folder, seed
         self.device = target.device
         self.mesh = Mesh(0, 1, self.device)
         self.data = self.rows_of(CASES[0])
@@ -143,9 +146,9 @@ class Bench:
             )
         self.vocab_ids: list[int] | None = None
         if size.vocab:
-            always = [text.tokenizer.eos_id or 0]
-            ids = frequent_tokens(text.train.tokens, size.vocab, target.spec.vocab_size, always)
-            print(f"the drafter's {size.vocab} tokens are {coverage(text.train.tokens, ids):.1%} of the text")
+            always = [target.spec.eos_id or 0]
+            ids = frequent_tokens(self.text.tokens, size.vocab, target.spec.vocab_size, always)
+            print(f"the drafter's {size.vocab} tokens are {coverage(self.text.tokens, ids):.1%} of the text")
             self.vocab_ids = ids
         self.references: dict[tuple[int, int], ScalarCache] = {}
         self.plain: dict[int, Decoder] = {}  # by steps, trained with KL on all tokens
@@ -154,7 +157,7 @@ class Bench:
     def rows_of(self, case: Case) -> TokenData:
         """The rows that a case sees; more of them in a step are those of several steps."""
         batch = round(case.more_rows * self.size.draft_batch)
-        return TokenData(self.text.train, context=self.size.draft_context, batch=batch, seed=self.seed)
+        return TokenData(self.text, context=self.size.draft_context, batch=batch, seed=self.seed)
 
     # -- compute --------------------------------------------------------------------------------------------
     def step_flops(self, case: Case) -> float:
@@ -326,6 +329,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, help="of the target's training")
     parser.add_argument("--text-seconds", type=float, help="of the target's writing")
     parser.add_argument("--own-text", type=int, help="texts that the target writes for drafters to learn from")
+    parser.add_argument("--assets", type=Path, help="--size stories: holds models/stories260k and text/tinystories_2M")
     parser.add_argument("--english", type=Path, help="instead of --data: a folder of .txt files, mixed with Python")
     parser.add_argument("--target-steps", type=int, help="of its training, instead of --seconds")
     parser.add_argument("--corpus", type=Path, help="a tokenised corpus for the target, brought from elsewhere")
@@ -358,7 +362,11 @@ def main() -> None:
             time.sleep(0.2)
         if args.wait and not ready.is_file():
             raise SystemExit(f"{folder} was not prepared within {args.wait:.0f} s")
-        bench = (open_trained if ready.is_file() else prepare_all)(args, size, folder)
+        bench = (
+            (open_trained if ready.is_file() else prepare_all)(args, size, folder)
+            if not args.assets
+            else (open_given_stories(args, size, folder))
+        )
         if args.prepare:
             bench.compile()
             return
@@ -415,6 +423,13 @@ def prepare_all(args: argparse.Namespace, size: Size, folder: Path) -> Bench:
     told = {"name": name, "prompts": prompts, "new_tokens": size.new_tokens, "data": args.data}
     write_atomically(folder / "ready.json", json.dumps(told))
     return bench
+
+
+def open_given_stories(args: argparse.Namespace, size: Size, folder: Path) -> Bench:
+    target, text, val = open_stories(args.assets, size.max_mb)
+    starts = range(0, len(val) - size.prompt_tokens, max(1, len(val) // size.num_prompts))
+    prompts = [val.tokens[s : s + size.prompt_tokens].tolist() for s in starts][: size.num_prompts]
+    return Bench(target, text, prompts, size, "stories260K", folder, args.seed, args.longer_steps, most_rows(args))
 
 
 def most_rows(args: argparse.Namespace) -> float:

@@ -21,10 +21,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from benchmarks.drafter_speed import clock, inference
 from experiments.python_corpus import open_prepared
+from experiments.stories260k import StoryCodec, load_stories
 from shoestring.evals.perplexity import perplexity
 from shoestring.mesh import Mesh
 from shoestring.model import Decoder, ModelSpec, Tokenizer
@@ -36,7 +38,7 @@ from shoestring.train.corpus import documents
 from shoestring.train.data import TokenData
 from shoestring.train.objectives import CrossEntropy
 from shoestring.train.optim import adamw, constant, warmup_cosine
-from shoestring.train.shards import Corpus, tokenize_corpus
+from shoestring.train.shards import Corpus, TokenShards, tokenize_corpus
 from shoestring.train.step import Run
 from shoestring.train.trainer import train
 
@@ -87,6 +89,8 @@ SIZES = {
     # For a given model: a head of the frequent tokens, since its vocabulary is large.
     "given": Size({}, 0, 24.0, 512, 0, 0.0, 0, 0.0, 2, 8192, 0, 512, 16, 250, 1e-3, 48, 64, 64, 96, 32, 3),
     "cpu": Size(CPU, 2048, 8.0, 128, 16, 150.0, 0, 2e-3, 1, 0, 0, 128, 8, 60, 1e-3, 32, 64, 32, 80, 16, 2),
+    # stories260K: a target that was trained to the end, on a CPU.
+    "stories": Size({}, 0, 2.1, 0, 0, 0.0, 0, 0.0, 2, 0, 0, 128, 8, 200, 1e-3, 32, 64, 32, 48, 64, 2),
     "smoke": Size(CPU, 512, 1.0, 64, 8, 3.0, 2, 2e-3, 1, 0, 16, 64, 8, 6, 1e-3, 16, 4, 16, 16, 4, 2),
 }  # fmt: skip
 
@@ -210,6 +214,21 @@ def train_for(run: Run, data: TokenData, lr: float, seconds: float) -> int:
     layers = run.model.spec.num_layers  # type: ignore[union-attr]
     print(f"[{time.perf_counter() - began:.1f} s: to step {run.step}, {layers} layers]", flush=True)
     return run.step
+
+
+def open_stories(assets: Path, max_mb: float) -> tuple[Decoder, TokenShards, TokenShards]:
+    """stories260K, and TinyStories in its tokens: the stories to learn from, and every 50th, held out. The target may
+    have been trained on these."""
+    codec = StoryCodec(assets / "models/stories260k/tok512.bin")
+    splits: dict[str, list[int]] = {"train": [], "val": []}
+    found = documents(str(assets / "text/tinystories_2M.txt"), max_bytes=int(max_mb * 1e6))
+    for i, story in enumerate(found):
+        splits["train" if i % 50 else "val"] += codec.encode(story.text)
+    train, val = (
+        TokenShards(np.array(ids, np.uint16), None, hashlib.blake2b(np.array(ids).tobytes()).hexdigest(), name)
+        for name, ids in splits.items()
+    )
+    return load_stories(assets / "models/stories260k/stories260K.bin"), train, val
 
 
 def write_own_text(target: Decoder, corpus: Corpus, size: Size, folder: Path) -> Corpus:

@@ -97,7 +97,9 @@ def table() -> str:
 
 
 def gpu_table() -> str:
-    return _table([n for n in lines_with_quality() if n["config"]["device"] == "cuda"])
+    """Without early exit, which is far worse than all others."""
+    lines = [n for n in lines_with_quality() if n["config"]["device"] == "cuda"]
+    return _table([n for n in lines if n["case"] != "early exit"])
 
 
 def _table(lines: list[dict[str, Any]]) -> str:
@@ -125,7 +127,16 @@ def _table(lines: list[dict[str, Any]]) -> str:
 
 def proportions() -> str:
     """Sets that were chosen by the seconds of an 8B shape's sublayers: quality of SmolLM2, steps of that shape."""
-    lines = [n for n in newest("skipping") if n["config"]["model"] == LIKE_8B]
+    return _proportions([n for n in newest("skipping") if n["config"]["model"] == LIKE_8B])
+
+
+def short_proportions() -> str:
+    """The same at the first context, without early exit, which is far worse than all others."""
+    lines = [n for n in newest("skipping") if n["config"]["model"] == LIKE_8B and n["case"] != "early exit"]
+    return _proportions([n for n in lines if n["config"]["context"] == CONTEXTS[0]])
+
+
+def _proportions(lines: list[dict[str, Any]]) -> str:
     timed = {key_of(n)[0:1] + key_of(n)[2:]: n for n in lines if n["metric"] == "decode_speedup"}
     rows = []
     measured = [n for n in lines if n["metric"] == "perplexity"]
