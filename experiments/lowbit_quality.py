@@ -224,7 +224,7 @@ def save(
         ratio=dense / quality["perplexity"],
         quality={k: round(v, 4) for k, v in quality.items()} | {"seconds": round(seconds, 1)},
         config=config,
-        note=NOTES[subject.name],
+        note="linear layers only; trained on a corpus" if subject.told.get("text") else NOTES[subject.name],
     )
     others = [f"{k.removeprefix('accuracy_')} {v:.3f}" for k, v in quality.items() if k != "perplexity"]
     print(

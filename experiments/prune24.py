@@ -36,7 +36,8 @@ from torch import Tensor
 
 from benchmarks.results import device_name, markdown, newest, provenance, record
 from benchmarks.smollm2 import need_smollm2
-from experiments.lowbit_subjects import novels
+from experiments.lowbit_subjects import SMOLLM2, novels
+from experiments.lowbit_tables import best_settings
 from experiments.time_budget import OutOfTime, TimeBudget
 from shoestring.errors import UserError, as_command
 from shoestring.evals.perplexity import perplexity
@@ -103,7 +104,8 @@ CODED = {
     "int3:awq": ("dense", "int3:g64", "awq"),
     "int3:gptq+clip": ("dense", "int3:g64", "gptq+clip"),
 }
-QAT = {"bitdistiller": "BitDistiller", "ours": "QAT of `lowbit_best`"}
+QAT = {"bitdistiller": "BitDistiller", "ours": "ours"}
+QAT_FORMAT = "nf3:s2:g192"  # 0.2 bits fewer than 2:4 with 4-bit values
 CASES = ("dense", *ONE_SHOT, "sparsegpt+slorb", *TRAINED, *CODED)
 NAMES = {
     "dense": "full precision (the file's Q4_1 weights, de-quantized)",
@@ -457,38 +459,35 @@ def _table(lines: list[dict[str, Any]]) -> str:
     return markdown(header, rows) + said + provenance(lines)
 
 
-def controls() -> str:
-    """Trainings on one text with one number of tokens, and what they start from: is it the masks, and do 4-bit values
-    on top keep up with 3 bits without pruning?"""
-    lines = [n for n in newest(BENCH) if "novels" in n["quality"]]
-    others = [n for n in newest("lowbit_quality") if n["config"].get("text")]
-    if not lines:
-        return "Not measured yet."
-    full = next(n["quality"] for n in reversed(lines) if n["case"] == "dense")
+def beside_three_bits() -> str:
+    """What AST leaves at 9 bits a weight beside training at 3 bits without pruning."""
+    lines = [n for n in max(grouped(), key=lambda own: own[-1]["config"]["tokens"]) if n["case"] in ("dense", "ast")]
+    full = next(n["value"] for n in lines if n["case"] == "dense")
+    best = [best_settings()[SMOLLM2, method, QAT_FORMAT] for method in ("bitdistiller", "ours")]
+    own = [n for found in best for n in found.lines]
+    english = [n for n in newest("lowbit_quality") if n["config"].get("text") and n["config"]["training_tokens"]]
     rows = []
 
-    def add(name: str, n: dict[str, Any], tokens: int) -> None:
-        q = n["quality"]
-        cells = [f"{q[k]:,.2f} ({100 * (q[k] / full[k] - 1):+.0f}%)" for k in ("perplexity", "novels")]
-        seed = str(n["config"]["seed"]) if tokens else ""
-        rows.append([name, f"{n['config']['bits']:.3g}", f"{tokens:,}" if tokens else "none", seed, *cells])
+    def add(name: str, text: str, tokens: int, n: dict[str, Any]) -> None:
+        value, off = n["quality"]["perplexity"], n["quality"].get("novels")
+        cells = [f"{value:.2f} ({100 * (value / full - 1):+.0f}%)", f"{off:.1f}" if off else ""]
+        rows.append([name, f"{n['config']['bits']:.3g}", f"{tokens / 1e6:.1f}M" if tokens else "none", text, *cells])
 
-    ordered = sorted(lines, key=lambda n: (CASES.index(n["case"]), n["config"].get("seed", 0)))
-    for n in ordered:
-        add(NAMES.get(n["case"], n["case"]), n, n["config"].get("train_tokens", 0))
-    for n in others:
-        add(f"not pruned, {QAT[n['config']['method'].partition('@')[0]]} at {n['config']['format']}", n,
-            n["config"]["training_tokens"])  # fmt: skip
-    config = lines[-1]["config"]
+    for n in lines:
+        tokens = n["config"].get("train_tokens", 0)
+        add(NAMES[n["case"]], "English, 22.5M different tokens" if tokens else "", tokens, n)
+    for text, several in (("English, 3.6M different tokens", english), ("its own", own)):
+        for n in several:
+            method = QAT[n["config"]["method"].partition("@")[0]]
+            add(f"not pruned, {method} at {QAT_FORMAT}", text, n["config"]["training_tokens"], n)
     said = (
-        f"\n\nPerplexity, and its distance from full precision. WikiText-2: {config['tokens']:,} tokens of the test "
-        f"text (tokenised edition), context {config['context']:,}. Novels: the first 65,536 tokens of LAMBADA's "
-        f"passages, context 512. Calibrated on {calibrated(lines)} tokens of the WikiText-2 validation text; trained "
-        "on the same English text, "
-        "none of it from either."
+        f"\n\nPerplexity on {lines[0]['config']['tokens']:,} tokens of the WikiText-2 test text (tokenised edition), "
+        "context 2,048, and its distance from full precision; novels: the first 65,536 tokens of LAMBADA's passages, "
+        "context 512 (full precision 50.1). One seed. The smaller English text is a part of the free texts of the "
+        "larger one."
     )
-    header = [MODEL, "bits/weight", "training tokens", "seed", "WikiText-2", "novels"]
-    return markdown(header, rows) + said + provenance([*lines, *others])
+    header = [MODEL, "bits/weight", "training tokens", "training text", "WikiText-2", "novels"]
+    return markdown(header, rows) + said + provenance([*lines, *english, *own])
 
 
 def calibrated(lines: list[dict[str, Any]]) -> str:
