@@ -131,7 +131,7 @@ class Reader(NamedTuple):
     """Who reads an open text."""
 
     collector: OutputCollector
-    index: int  # of the choice in its request
+    choice: int  # of the request
     client: str
     stream: TextStream | None  # None: the engine gives the text
 
@@ -222,7 +222,7 @@ class EngineClient:
                     del self._num_open_of[reader.client]
         self.alive = self.alive and not report.dead
         for reader, told in filled:
-            reader.collector.put(reader.index, told)
+            reader.collector.put(reader.choice, told)
         if report.closed is not None:
             self.close(report.closed)
             self._tell_all(report.closed)
@@ -232,7 +232,7 @@ class EngineClient:
 
     def _tell_all(self, error: ApiError) -> None:
         for reader in self._open.values():
-            reader.collector.put(reader.index, ChoiceDelta(error=error))
+            reader.collector.put(reader.choice, ChoiceDelta(error=error))
 
     # -- from any thread ------------------------------------------------------------------------------------
     def deliver(self, report: Report) -> None:
