@@ -25,19 +25,15 @@ def table() -> str:
 
 
 def newest_table() -> str:
-    """Of the targets whose drafters were measured at every temperature, and of the one that was served last."""
-    return "\n\n".join(_tables(all_temperatures=True))
+    """Of the target that was served last, and of one that was trained to the end."""
+    return "\n\n".join(_tables({newest_target(), well_trained()}))
 
 
-def _tables(*, all_temperatures: bool = False) -> list[str]:
+def _tables(only: set[str] | None = None) -> list[str]:
     lines = _timed_once([n for n in newest(BENCH) if n["config"]["budget"] not in ("batches", PEER)])
     order = {name: i for i, name in enumerate(BUDGETS)}
-    targets = _lasting(lines)
-    if all_temperatures:
-        known = {n["config"]["target"] for n in lines if "sampled_0.7_acceptance" in n["quality"]}
-        targets = (targets & known) | {newest_target()}
     parts = []
-    for target in sorted(targets, key=_largest):
+    for target in sorted(only or _lasting(lines), key=_largest):
         own = [n for n in lines if n["config"]["target"] == target]
         alike: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
         for n in own:
