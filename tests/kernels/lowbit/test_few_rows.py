@@ -35,6 +35,7 @@ from shoestring.kernels.lowbit.few_rows import (
     half_sm_registers,
     half_sm_warps,
     less_than_half,
+    level_digits,
     more_than_half,
     row_class,
 )
@@ -300,6 +301,24 @@ def test_plans_can_be_overridden(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(UserError, match=error):
             choose_plan(layout, 1, 4096, 4096)
     PLANS.forget()
+
+
+@pytest.mark.parametrize(("label", "bound"), [("nf4:s2:g128", 0.004), ("nf3:s2:g128", 0.0004), ("fp4:s1:g32", 1e-6)])
+def test_levels_as_bytes_are_near_the_levels(label: str, bound: float) -> None:
+    table = packed(label, 16, 128)[2]
+    assert table is not None
+    half, digits = len(table) // 2, level_digits(table)
+    below, above = digits[:4].view(torch.uint8).double().view(2, 8)
+    worth = digits[4:6].view(torch.float32).double()
+    if half == 4:  # one table of eight codes for each sign, in which those of the other are 0
+        assert not below[4:].any() and not above[:4].any()
+        above = above[4:]
+    got = torch.cat([-below[:half] * worth[0], above[:half] * worth[1]])
+    assert rms(got, table.double()) <= bound
+    assert half == 4 or max(below.max(), above.max()) < 128, "the highest bit of a byte is its sign to the permute"
+    assert level_digits(table) is digits
+    table.mul_(2)
+    assert level_digits(table) is not digits, "a table that was written again"
 
 
 def test_definition_is_that_of_one_row() -> None:

@@ -331,8 +331,9 @@ def digits_of_levels(table: Tensor) -> Tensor:
         tried_S = torch.linspace(0.6 * most, most, 8001, dtype=torch.float64) / top
         whole_SL = (part * tried_S[:, None]).round()
         best = (whole_SL / tried_S[:, None] - part).square().sum(dim=1).argmin()
-        packed[n, n * half if half == 4 else 0 :][:half] = whole_SL[best].to(torch.uint8)
-        worth[n] = 1 / tried_S[best]
+        whole = whole_SL[best]
+        packed[n, n * half if half == 4 else 0 :][:half] = whole.to(torch.uint8)
+        worth[n] = (part @ whole) / (whole @ whole).clamp(min=1)  # least squares
     return torch.cat([packed.flatten().view(torch.int32), worth.view(torch.int32)]).to(table.device)
 
 
