@@ -36,6 +36,24 @@ def checksum(data: memoryview | bytes, algorithm: str = ALGORITHM) -> str:
     return xxhash.xxh3_64_hexdigest(data)
 
 
+class RunningSum:
+    """The checksum of bytes that come one after the other."""
+
+    def __init__(self, algorithm: str = ALGORITHM) -> None:
+        checksum(b"", algorithm)  # refuses an algorithm that is not here
+        self._xxh3: Any = xxhash.xxh3_64() if algorithm == "xxh3" else None
+        self._crc32 = 0
+
+    def add(self, data: memoryview | bytes) -> None:
+        if self._xxh3 is not None:
+            self._xxh3.update(data)
+        else:
+            self._crc32 = zlib.crc32(data, self._crc32)
+
+    def digest(self) -> str:
+        return f"{self._crc32:08x}" if self._xxh3 is None else self._xxh3.hexdigest()
+
+
 def chunks_of(num_bytes: int, chunk: int = CHUNK_BYTES) -> list[tuple[int, int]]:
     """(begin, end) of every chunk."""
     return [(at, min(at + chunk, num_bytes)) for at in range(0, num_bytes, chunk)]

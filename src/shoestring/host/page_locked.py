@@ -9,8 +9,9 @@ import contextlib
 import ctypes
 import logging
 import mmap
+import queue
 import weakref
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -49,64 +50,58 @@ class HostBuffers(Generic[Key]):
         return self.used_by is None or self.used_by() is None
 
 
+class StagingBuffer:
+    """Host memory that is filled and then copied from; page-locked by `lock`, after its pages are there."""
+
+    def __init__(self, memory: Tensor, device: torch.device | None) -> None:
+        self.bytes = memory
+        self.view = memoryview((ctypes.c_ubyte * memory.numel()).from_address(memory.data_ptr())).cast("B")
+        self.fresh, self.registered = device is not None, False
+        self.left = torch.cuda.Event(blocking=True) if device is not None else None  # what it held has left it
+
+    def lock(self) -> None:
+        if self.fresh:
+            self.fresh = False
+            error = int(torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), self.bytes.numel(), 0))
+            self.registered = not error
+            if error:
+                log.warning("a staging buffer is not page-locked (CUDA error %d): copies take longer", error)
+
+
 class StagingBuffers:
-    """Page-locked buffers through which several threads send bytes to a device, `per_thread` for each of them.
+    """A few buffers that threads take turns with, on the way from a file to a device (None: to host memory)."""
 
-    Small ones stay in the processor's cache on the way, and little memory has to be page-locked.
-    """
-
-    def __init__(self, num_threads: int, per_thread: int, num_bytes: int) -> None:
-        self.per_thread, self.num_bytes = per_thread, -(-num_bytes // HUGE_PAGE) * HUGE_PAGE
-        size = num_threads * per_thread * self.num_bytes
-        self._map = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    def __init__(self, count: int, num_bytes: int, device: torch.device | None) -> None:
+        self.num_bytes = num_bytes
+        size = -(-num_bytes // HUGE_PAGE) * HUGE_PAGE
+        self._map = mmap.mmap(-1, count * size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with contextlib.suppress(OSError):  # a system without huge pages
             self._map.madvise(mmap.MADV_HUGEPAGE)
-        address = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr()
-        self.address = -(-address // HUGE_PAGE) * HUGE_PAGE
-        error = int(torch.cuda.cudart().cudaHostRegister(self.address, size, 0))
-        self._locked = not error
-        if error:
-            log.warning("staging buffers are not page-locked (CUDA error %d): copies take longer", error)
+        memory = torch.frombuffer(self._map, dtype=torch.uint8)
+        begin = -memory.data_ptr() % HUGE_PAGE
+        pieces = [memory[begin + i * size :][:num_bytes] for i in range(count)]
+        self._all = [StagingBuffer(piece, device) for piece in pieces]
+        self._free: queue.SimpleQueue[StagingBuffer] = queue.SimpleQueue()
+        for buffer in self._all:
+            self._free.put(buffer)
+
+    @contextlib.contextmanager
+    def take(self) -> Iterator[StagingBuffer]:
+        """A buffer that nothing is copied from any more. Copies that are launched inside, on the current stream, are
+        waited for before somebody else gets it."""
+        buffer = self._free.get()
+        try:
+            if buffer.left is not None and not buffer.left.query():
+                buffer.left.synchronize()
+            yield buffer
+            if buffer.left is not None:
+                buffer.left.record()
+        finally:
+            self._free.put(buffer)
 
     def close(self) -> None:
         """After the copies have ended."""
-        if self._locked:
-            torch.cuda.cudart().cudaHostUnregister(self.address)
-
-
-class StagingRing:
-    """The buffers of one thread, used in turn, and the stream that it sends on.
-
-    The driver is called directly: threads that call torch for every piece wait for the interpreter's lock most of the
-    time. Calls that return at once keep the lock, because giving it away and getting it back takes longer than they do.
-    """
-
-    def __init__(self, buffers: StagingBuffers, thread: int, stream: torch.cuda.Stream) -> None:
-        self._quick, self._slow = ctypes.PyDLL("libcuda.so.1"), ctypes.CDLL("libcuda.so.1")
-        self.num_bytes, self._stream = buffers.num_bytes, stream
-        first = buffers.address + thread * buffers.per_thread * buffers.num_bytes
-        self._addresses = [first + i * buffers.num_bytes for i in range(buffers.per_thread)]
-        self._views = [memoryview((ctypes.c_ubyte * self.num_bytes).from_address(a)).cast("B") for a in self._addresses]
-        self._left = [torch.cuda.Event() for _ in self._addresses]  # what the buffer held has left it
-        for event in self._left:
-            event.record(stream)
-        self._turn = 0
-
-    def send(self, read: Callable[[int, memoryview], None], begin: int, end: int, target: int) -> None:
-        """Bytes [begin, end) of what `read(at, buffer)` reads, to the device address `target`."""
-        stream = ctypes.c_void_p(self._stream.cuda_stream)
-        for at in range(begin, end, self.num_bytes):
-            turn = self._turn = (self._turn + 1) % len(self._left)
-            left = ctypes.c_void_p(self._left[turn].cuda_event)
-            if self._quick.cuEventQuery(left):
-                _check(self._slow.cuEventSynchronize(left))
-            num = min(self.num_bytes, end - at)
-            read(at, self._views[turn][:num])
-            to, source = ctypes.c_uint64(target + at - begin), ctypes.c_void_p(self._addresses[turn])
-            _check(self._quick.cuMemcpyHtoDAsync_v2(to, source, ctypes.c_size_t(num), stream))
-            _check(self._quick.cuEventRecord(left, stream))
-
-
-def _check(error: int) -> None:
-    if error:
-        raise RuntimeError(f"CUDA error {error} while memory was copied to the device")
+        for buffer in self._all:
+            if buffer.registered:
+                torch.cuda.cudart().cudaHostUnregister(buffer.bytes.data_ptr())
+        self._all.clear()

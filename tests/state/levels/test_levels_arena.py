@@ -15,7 +15,7 @@ import torch
 from shoestring.errors import UserError
 from shoestring.host import arena as arena_module
 from shoestring.host.arena import PAGE, Arena, IndexTooLargeError, is_locked, lock_file, own_folder, room_for
-from shoestring.host.checksums import checksum, checksums, damaged_chunks
+from shoestring.host.checksums import RunningSum, checksum, checksums, damaged_chunks
 from shoestring.mesh import Mesh
 from shoestring.state.boxes import Box
 from shoestring.state.files import DTYPE_NAMES
@@ -127,6 +127,10 @@ def test_checksums_name_the_damaged_chunk() -> None:
         for algorithm in ("xxh3", "crc32"):
             sums = checksums(memoryview(bytes(data)), pool, 300, algorithm)
             assert len(sums) == 4 and sums[0] == checksum(bytes(data[:300]), algorithm)
+            running = RunningSum(algorithm)
+            for at in range(0, 300, 70):
+                running.add(memoryview(data)[at : min(at + 70, 300)])
+            assert running.digest() == sums[0]
             bad = bytearray(data)
             bad[650] ^= 1
             assert damaged_chunks(memoryview(bytes(bad)), sums, pool, 300, algorithm) == [(600, 900)]

@@ -5,13 +5,18 @@ versions are complete. Each rank then fills its own boxes: from the memory of it
 another host over the process group. state/reshard plans who reads what (reads.py) and who sends it (plan.py), so the
 number of ranks and their mesh may have changed. Bytes are verified on the way; a damaged copy is dropped, its boxes
 come from the next source that has them, and where none has, nothing is loaded.
+
+Copies in memory are read and summed by several threads while what they have read goes to the device.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
+import queue
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,12 +27,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoestring.errors import UserError
+from shoestring.host.checksums import RunningSum
+from shoestring.host.page_locked import StagingBuffers
 from shoestring.mesh import Mesh
 from shoestring.state.boxes import Box, local_box
 from shoestring.state.checkpoint import agree, step_folders
 from shoestring.state.checkpoint_files import HOST_MANIFEST
 from shoestring.state.files import DTYPE_NAMES, DTYPES
-from shoestring.state.levels.chunk_reader import ChunkReader, FillPiece
 from shoestring.state.levels.drain import HOSTS, NAMES_SUM
 from shoestring.state.levels.host_folder import ArenaCopy, kind_of, list_copies, reading
 from shoestring.state.levels.snapshot import local_tensor
@@ -42,6 +48,9 @@ from shoestring.state.reshard.topology import Topology
 from shoestring.state.storage import HostReader, SafeReader
 
 NEAREST = ("memory", "disk")  # of the own host, in this order
+THREADS = max(1, min(12, (os.cpu_count() or 1) * 3 // 4))
+STAGING_BYTES = 16 << 20  # read at a time
+SPARE_BUFFERS = 4  # which are on their way to the device while every thread fills another
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,6 +176,23 @@ def manifest_of(choice: ChosenVersion) -> Manifest:
 # -- filling -------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class FillPiece:
+    """`wanted` of a tensor is read from `held` and goes into `target`, which holds `inside` of the tensor."""
+
+    held: HeldBox
+    wanted: Box
+    target: Tensor
+    inside: Box
+
+    @property
+    def is_whole(self) -> bool:
+        return self.wanted == self.held.box == self.inside and self.target.is_contiguous()
+
+    def put(self, values: Tensor) -> None:
+        self.target[self.wanted.slices(self.inside)].copy_(values)
+
+
 def plan_pieces(
     targets: Sequence[tuple[str, Box, Tensor]], offers: Sequence[Offer], host: str
 ) -> tuple[dict[Offer, list[FillPiece]], list[tuple[str, Box]]]:
@@ -248,8 +274,7 @@ def read_offer(offer: Offer, pieces: Sequence[FillPiece]) -> str | None:
             try:
                 bad = ChunkReader(offer.copy, partial(arena.read_into, offer.slot), view).fill(pieces)
             finally:
-                with contextlib.suppress(BufferError):  # after an error a tensor still looks at it
-                    view.release()
+                view.release()
             return f"{offer.path} is damaged: {bad} of its chunks" if bad else None
     except UserError as error:
         return str(error)
@@ -261,6 +286,116 @@ def _read_folder(path: Path, pieces: Sequence[FillPiece]) -> None:
     reader = open_folder(path)
     reader.verify({reader.stored(p.held.name, p.held.box).part for p in pieces})
     reader.fill((p.held.name, p.held.box, p.wanted, p.target[p.wanted.slices(p.inside)]) for p in pieces)
+
+
+@dataclass(frozen=True)
+class WholeTarget:
+    """A target that takes all bytes [begin, end) of a slot; `flat` is its memory."""
+
+    begin: int
+    end: int
+    flat: Tensor
+
+
+class ChunkReader:
+    """Fills the pieces of one slot in several threads, and verifies every chunk that it reads.
+
+    Each thread takes a chunk, reads it in large pieces into staging buffers, sums them, and sends them to the targets
+    on a stream of its own. Measured, this is faster than to map and page-lock the file, in small pages and in huge
+    ones. Pieces are large because the threads share the interpreter's lock.
+    """
+
+    def __init__(
+        self, copy: HeldCopy, read: Callable[[int, memoryview], None], view: memoryview, threads: int = THREADS
+    ) -> None:
+        """`read(at, buffer)` fills a buffer from byte `at` of the slot; `view` is the slot, mapped."""
+        self.copy, self.read, self.view, self.threads = copy, read, view, threads
+
+    def fill(self, pieces: Sequence[FillPiece]) -> int:
+        """Returns the number of damaged chunks; with any, the targets are half filled."""
+        size = self.copy.chunk_bytes
+        whole: dict[int, list[WholeTarget]] = defaultdict(list)
+        cut: list[FillPiece] = []
+        for piece in pieces:
+            begin, end = piece.held.offset, piece.held.offset + piece.held.num_bytes
+            chunks = range(begin // size, (end - 1) // size + 1)
+            for chunk in chunks:
+                whole[chunk]
+            if piece.is_whole:
+                target = WholeTarget(begin, end, piece.target.reshape(-1).view(torch.uint8))
+                for chunk in chunks:
+                    whole[chunk].append(target)
+            else:
+                cut.append(piece)
+        bad = self._fill_staged(whole, _gpu_of(pieces)) if whole else 0
+        if not bad:
+            for piece in cut:
+                piece.put(self._stored(piece.held)[piece.wanted.slices(piece.held.box)])
+        return bad
+
+    def _span(self, chunk: int) -> tuple[int, int]:
+        size = self.copy.chunk_bytes
+        return chunk * size, min((chunk + 1) * size, self.copy.num_bytes)
+
+    def _fill_staged(self, targets: Mapping[int, Sequence[WholeTarget]], device: torch.device | None) -> int:
+        num_threads = min(self.threads, len(targets))
+        num_bytes = min(STAGING_BYTES, self.copy.chunk_bytes, self.copy.num_bytes)
+        todo: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for chunk in sorted(targets):
+            todo.put(chunk)
+        bad: list[int] = []
+
+        def read_chunks() -> None:
+            stream = torch.cuda.Stream(device) if device is not None else None
+            try:
+                with torch.cuda.stream(stream), torch.no_grad(), contextlib.suppress(queue.Empty):
+                    while True:
+                        chunk = todo.get_nowait()
+                        if self._read_chunk(chunk, targets[chunk], buffers) != self.copy.chunks[chunk]:
+                            bad.append(chunk)
+            finally:
+                if stream is not None:  # also after an error: copies may still read the buffers
+                    stream.synchronize()
+
+        if device is not None:  # whatever was to write the targets before has done so
+            torch.cuda.current_stream(device).synchronize()
+        buffers = StagingBuffers(num_threads + SPARE_BUFFERS, num_bytes, device)
+        try:
+            with ThreadPoolExecutor(num_threads) as pool:
+                for future in [pool.submit(read_chunks) for _ in range(num_threads)]:
+                    future.result()
+        finally:
+            buffers.close()
+        return len(bad)
+
+    def _read_chunk(self, chunk: int, targets: Sequence[WholeTarget], buffers: StagingBuffers) -> str:
+        """Send a chunk to its targets; its checksum."""
+        begin, end = self._span(chunk)
+        total = RunningSum(self.copy.algorithm)
+        for at in range(begin, end, buffers.num_bytes):
+            stop = min(at + buffers.num_bytes, end)
+            with buffers.take() as buffer:
+                self.read(at, buffer.view[: stop - at])
+                total.add(buffer.view[: stop - at])
+                buffer.lock()
+                for target in targets:
+                    _send(buffer.bytes, at, stop, target)
+        return total.digest()
+
+    def _stored(self, held: HeldBox) -> Tensor:
+        raw = torch.frombuffer(self.view, dtype=torch.uint8)[held.offset : held.offset + held.num_bytes]
+        return raw.view(DTYPES[held.dtype]).reshape(held.box.shape)
+
+
+def _send(source: Tensor, begin: int, end: int, target: WholeTarget) -> None:
+    """Bytes [begin, end) of a slot, which are in `source`, into the target as far as it takes them."""
+    a, b = max(begin, target.begin), min(end, target.end)
+    if a < b:
+        target.flat[a - target.begin : b - target.begin].copy_(source[a - begin : b - begin], non_blocking=True)
+
+
+def _gpu_of(pieces: Sequence[FillPiece]) -> torch.device | None:
+    return next((p.target.device for p in pieces if p.target.is_cuda), None)
 
 
 # -- boxes of other hosts ------------------------------------------------------------------------------------

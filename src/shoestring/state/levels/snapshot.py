@@ -27,10 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoestring.errors import UserError
 from shoestring.host.arena import Arena
 from shoestring.host.checksums import CHUNK_BYTES, checksums
-from shoestring.kernels.checksum.xxh3 import sum_kernels
 from shoestring.state.levels.host_folder import ArenaCopy
 from shoestring.state.levels.version import HeldBox, HeldCopy, dump_index, parse_index
 
@@ -89,6 +87,8 @@ class MemoryLevel:
         """Use the arena of an earlier life of this rank; False where there is none that fits."""
         if not self.path.exists():
             return False
+        from shoestring.errors import UserError
+
         try:
             self.arena = Arena.open(self.path)
         except UserError:
@@ -130,8 +130,6 @@ class MemoryLevel:
             arena.touch(slot, self._pool)
             if self.device.type == "cuda":
                 self._pin(self._slots[slot])
-                with contextlib.suppress(UserError):  # so that a restore after a crash does not wait for the compiler
-                    sum_kernels(self.device.index or 0)
 
         # One after the other, the slot that is written first being the first.
         first = self._free_slots()[0]
@@ -383,5 +381,7 @@ def hold_alive(path: Path) -> int:
         time.sleep(0.01)
         fd = _try_lock(path)
     if fd is None:
+        from shoestring.errors import UserError
+
         raise UserError(f"{path} is held by another trainer of this run: stop it first")
     return fd
