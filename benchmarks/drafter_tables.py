@@ -148,13 +148,14 @@ def peers() -> str:
 
 
 def batches() -> str:
-    """Speed by number of requests at once, of the newest target of each shape: a line a drafter and number."""
+    """Speed by number of requests at once, of the newest target of each shape, with greedy texts and with sampled ones:
+    a line a drafter and number."""
     lines = [n for n in newest(BENCH) if n["config"]["budget"] == "batches"]
     if not lines:
         return NOTHING
-    last = {_shape(n["config"]["target"]): n["config"]["target"] for n in lines}
+    last = {(_shape(n["config"]["target"]), n["config"]["text"] == "greedy"): n["config"]["target"] for n in lines}
     parts = []
-    for target in last.values():
+    for target in dict.fromkeys(last.values()):
         own = [n for n in lines if n["config"]["target"] == target]
         ways = list(dict.fromkeys(_way(n["config"]) for n in own))
         own.sort(key=lambda n: (ways.index(_way(n["config"])), n["config"]["batch"]))
