@@ -60,7 +60,7 @@ def short() -> str:
         pairs = pairs_of(measured, lines if runs else brief)
         gap = gap_over_seeds(pairs) if pairs and case != "dense" else ""
         if gap and not runs:
-            gap += f" at {measured[0]['config']['tokens'] / 1e6:.0f}M tokens"
+            gap += f" at {measured[0]['config']['tokens'] / 1e6:.1f}M tokens"
             shown += [n for pair in pairs for n in pair]
         timed = [speed.get((case, width)) for width in (2048, 4096)]
         cells = ["1.00x" if case == "dense" else f"{ratio:.2f}x" if ratio else "" for ratio in timed]
