@@ -97,7 +97,8 @@ def dense_rows_usable(rows: int, weight: Tensor) -> bool:
         return False
     if weight.dtype not in (torch.bfloat16, torch.float16):
         return False
-    key, limits = few_rows.plan_key(DENSE, rows, *weight.shape, True), device_limits(weight.device.index)
+    out, width = weight.shape
+    key, limits = few_rows.plan_key(DENSE, rows, out, width, True), device_limits(weight.device.index)
     return few_rows.PLANS.find(key, limits.name) is not None
 
 
