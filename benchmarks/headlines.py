@@ -63,7 +63,7 @@ def train_sparse24() -> list[str]:
         "speed: width 4,096; loss: GPT-2 small, 100M tokens",
         GPU,
         f"dense bf16; dense FP8 is {fp8['ratio']:.2f}x",
-        f"whole step {fst['ratio']:.2f}x, validation loss {100 * sum(gaps) / len(gaps):+.1f}%",
+        f"whole step {fst['ratio']:.2f}x, validation loss {100 * sum(gaps) / len(gaps):+.1f}% ({len(gaps)} seeds)",
         link("sparse24", "methods/sparse24.md"),
     ]
 
@@ -124,12 +124,14 @@ def decode() -> list[str]:
     bf16 = find("decode", "shoestring", "decode_tokens_per_s", blocks="bf16", **shape)
     int4 = find("decode", "shoestring", "decode_tokens_per_s", blocks="int4:g128", **shape)
     peer = find("decode", "transformers, static cache, compiled", "decode_tokens_per_s", **shape)
+    earlier = {name for name, n in (("int4", int4), ("baseline", peer)) if n["commit"] != bf16["commit"]}
+    note = f" ({' and '.join(sorted(earlier, reverse=True))}: an earlier run)" if earlier else ""
     return [
         "decoding one request",
         "Llama 8B shape, random weights",
         GPU,
         f"transformers, static cache, compiled: {peer['value']:,.0f} tokens/s",
-        f"bf16 {bf16['value']:,.0f}, int4 {int4['value']:,.0f} tokens/s",
+        f"bf16 {bf16['value']:,.0f}, int4 {int4['value']:,.0f} tokens/s{note}",
         link("engine", "engine.md"),
     ]
 
