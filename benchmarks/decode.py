@@ -367,10 +367,11 @@ def table() -> str:
                 f"{n['value']:,.0f}",
                 f"{n['baseline_value']:,.0f}",
                 f"{n['ratio']:.0%}",
+                n["commit"],
                 *(f"{p['value']:,.0f}" if p else "" for p in same),
             ]
         )
-    header = ["model", "weights", "bits/weight", "batch", "tokens/s", "bandwidth bound", "reached"]
+    header = ["model", "weights", "bits/weight", "batch", "tokens/s", "bandwidth bound", "reached", "commit"]
     text = markdown([*header, *(peers[p] for p in shown)], rows)
     for n in lines:
         if n["metric"] == "prefill_tokens_per_s":

@@ -79,10 +79,10 @@ def lowbit_rows() -> str:
 def decode_8b() -> str:
     """Tokens/s of one request on an 8B shape against what bandwidth allows."""
     model = "Llama 8B shape"
-    bars = []
+    bars, commits = [], dict[str, str]()
     for n in recorded("decode"):
         if n["case"] == "transformers, static cache, compiled" and n["config"]["batch"] == 1:
-            peer = n["value"]
+            peer, commits["transformers"] = n["value"], n["commit"]
     bars.append(Bar("transformers, static cache, bf16", peer, f"{peer:,.0f}", GREY))
     for n in newest("decode"):
         c = n["config"]
@@ -90,11 +90,14 @@ def decode_8b() -> str:
             label = c["blocks"] if c["blocks"] == c["head"] else f"{c['blocks']}, head int8"
             text = f"{n['value']:,.0f} ({n['ratio']:.0%} of the limit)"
             bars.append(Bar(f"Shoestring, {label}", n["value"], text, 0, n["baseline_value"]))
+            commits[c["blocks"]] = n["commit"]
+    runs = [f"{', '.join(k for k in commits if commits[k] == run)}: {run}" for run in dict.fromkeys(commits.values())]
     return bar_plot(
         "Decoding one request: tokens per second",
         f"{model}, random weights, 128 tokens in, 256 out, {GPU}",
         bars,
-        notes="Random weights: speed only. The figure of perplexity against bits shows what fewer bits cost.",
+        notes="Random weights: speed only. The figure of perplexity against bits shows what fewer bits cost. "
+        f"Measured at commits {'; '.join(runs)}.",
         left=240,
         limit_name="limit by memory bandwidth (measured copy speed)",
     )
@@ -481,7 +484,8 @@ def speculation_batch() -> str:
         "Speculative decoding: tokens per second by number of requests",
         f"greedy text; target: {target}; {GPU}",
         [Panel(Axis("requests at once", 0.85 * sizes[0], 1.2 * sizes[-1], sizes, log=True), y, marks)],
-        f"The controller chooses the draft length, 0 included. {repeats(target)}",
+        f"The controller chooses the draft length, 0 included. {repeats(target)} "
+        "Expect less of targets that were trained for longer, and of sampled text.",
     )
 
 
@@ -492,7 +496,7 @@ def repeats(target: str) -> str:
         return ""
     return (
         f"The greedy text of this target repeats itself: n-gram lookup, which needs no training, is right with "
-        f"{lookup:.2f} of its drafts. Expect less of targets that were trained for longer, and of sampled text."
+        f"{lookup:.2f} of its drafts."
     )
 
 
