@@ -525,8 +525,11 @@ def test_steps_run_ahead_while_texts_end_and_others_wait(monkeypatch: pytest.Mon
     model, draw = tiny_decoder(max_positions=24), random.Random(3)
     engine = Engine(model, max_requests=20, max_context=24, block_size=4, num_blocks=48, graphs=True)
     asked = [
-        ([draw.randrange(29) for _ in range(draw.randint(1, 9))], Sampling(max_tokens=draw.randint(1, 22)))
-        for _ in range(40)
+        (
+            [draw.randrange(29) for _ in range(draw.randint(1, 9))],
+            Sampling(temperature=draw.choice([0.0, 0.9]), seed=seed, max_tokens=draw.randint(1, 22)),
+        )
+        for seed in range(40)
     ]
     left, requests, num_ahead, held = list(asked), [], 0, 0
     while left or engine.busy:

@@ -3,6 +3,7 @@ the other."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import os
@@ -12,8 +13,10 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -25,9 +28,11 @@ from serving import wait_for  # noqa: E402
 
 from shoestring.model import save_model  # noqa: E402
 from shoestring.serve.engine.logit_rules import LogitRules, SamplingWithRules, TokenLogprob  # noqa: E402
+from shoestring.serve.http.engine_client import EngineClient  # noqa: E402
 from shoestring.serve.http.engine_messages import (  # noqa: E402
     ChoiceDelta,
     EmbeddingJob,
+    EngineFacts,
     EngineSnapshot,
     FrameReader,
     PendingChoice,
@@ -38,6 +43,7 @@ from shoestring.serve.http.engine_messages import (  # noqa: E402
     report_from,
 )
 from shoestring.serve.http.grammar import GrammarSource  # noqa: E402
+from shoestring.serve.http.http_process import EngineConnection, HttpProcess, HttpProcessLost  # noqa: E402
 from shoestring.serve.http.request_schema import ApiError  # noqa: E402
 from shoestring.state.reshard.version import WeightsVersion  # noqa: E402
 from tiny import chat_tokenizer, served_model  # noqa: E402
@@ -53,7 +59,8 @@ from shoestring.serve.http.server import ServeOptions, main
 for name in sys.argv[2:]:
     if not os.fork():
         sys.stderr = open(Path(sys.argv[1]) / f"{name}.log", "w", buffering=1)
-        as_command(lambda: main(Path(sys.argv[1]) / "tiny", ServeOptions(port=0, max_requests=2), apart=True))
+        options = ServeOptions(port=0, max_requests=2, drafter="ngram")
+        as_command(lambda: main(Path(sys.argv[1]) / "tiny", options, apart=True))
         os._exit(0)
 for _ in sys.argv[2:]:
     pid, status = os.wait()
@@ -124,6 +131,57 @@ def test_choices_arrive_as_they_were_and_prompts_are_sent_once() -> None:
     assert {f.name for f in fields(PendingChoice)} == own | state
 
 
+# -- one side alone ------------------------------------------------------------------------------------------------
+
+
+def test_who_asks_an_engine_that_goes_is_told_at_once() -> None:
+    async def ask_twice() -> EngineClient:
+        engine, connection = socket.socketpair()
+        early = [(["report", ([], [], []), [], [], {"drafts": True, "version": None}, None, False], b"")]
+        port = EngineConnection(FrameReader(), early)
+        facts = EngineFacts(29, 64, 16, (0,), True, 2, 2)
+        client = EngineClient(facts, port, chat_tokenizer(), EngineSnapshot())
+        await port.open(connection, client, SimpleNamespace(server=SimpleNamespace(should_exit=True)))  # type: ignore[arg-type]
+        assert client.snapshot.drafts  # it came together with the first frame
+        answered: Future[bytes] = Future()
+        answered.set_result(b"")
+        port._asked[99] = answered  # its worker thread has not come to take it
+        waits = asyncio.create_task(asyncio.to_thread(port.metrics_text))
+        await asyncio.to_thread(engine.recv, 1)
+        engine.close()
+        for asked in (waits, asyncio.to_thread(port.metrics_text)):
+            with pytest.raises(ApiError, match="the engine has stopped"):
+                await asyncio.wait_for(asked, 10)
+        return client
+
+    client = asyncio.run(ask_twice())
+    assert not client.alive and client.closed is not None and client.closed.code == "engine_dead"
+
+
+def test_a_request_that_cannot_be_read_fails_alone() -> None:
+    engine, http = socket.socketpair()
+    sampling = SamplingWithRules(grammar=GrammarSource("{}"))  # type: ignore[arg-type]
+    given, binary = sent(add_frame([PendingChoice([1], sampling, id=7)]))
+
+    def broken(source: GrammarSource) -> Any:
+        raise RuntimeError("a defect of a library")
+
+    thread, grammars = SimpleNamespace(latest=EngineSnapshot()), SimpleNamespace(of=broken)
+    HttpProcess(0, engine)._pass_on("add", given, binary, thread, grammars)  # type: ignore[arg-type]
+    (((_, *told), rest),) = FrameReader().feed(http.recv(65536))
+    report = report_from(told, rest)
+    assert report.ended == [7] and report.parts[0][1].error is not None and report.parts[0][1].error.status == 500
+
+
+def test_an_http_process_that_ended_early_is_named() -> None:
+    ours, theirs = socket.socketpair()
+    theirs.close()
+    child = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
+    with socket.socket() as listener, pytest.raises(HttpProcessLost, match="ended with code 3; the server stops"):
+        HttpProcess(child.pid, ours).open(listener, *[None] * 5)  # type: ignore[arg-type]
+    child.wait()
+
+
 # -- two processes ------------------------------------------------------------------------------------------------
 
 
@@ -171,6 +229,7 @@ def rest_of(client: socket.socket) -> bytes:
 def test_every_kind_of_answer_comes_through(servers: Any) -> None:
     url, engine, http = server(servers[0], "lives")
     with httpx.Client(base_url=url, timeout=60) as client:
+        assert client.get("/stats").json()["drafter"]  # before the first request, too
         body = {"prompt": ["The quick", "A"], "n": 2, "max_tokens": 3, "logprobs": 2, "echo": True, "seed": 1}
         whole = client.post(TEXT, json=body | {"ignore_eos": True}).json()
         assert [len(c["logprobs"]["tokens"]) for c in whole["choices"]] and whole["usage"]["completion_tokens"] == 12
@@ -203,6 +262,7 @@ def test_every_kind_of_answer_comes_through(servers: Any) -> None:
     engine.send_signal(signal.SIGTERM)  # the second does not wait
     wait_for(lambda: not http.is_running())
     assert f"{engine.pid} 0\n" == servers[1].stdout.readline()
+    assert "Traceback" not in (servers[0] / "lives.log").read_text()
 
 
 def test_without_http_the_engine_ends_and_says_why(servers: Any) -> None:

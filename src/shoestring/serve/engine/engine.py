@@ -487,7 +487,7 @@ class Engine:
         skip = launched.skip
         pending = self.runner.launch_next(spans, [r.sampling for r in requests], skip)
         self.stats.num_steps += 1
-        self.stats.num_rows += len(requests)
+        self.stats.num_rows += num_alive
         return LaunchedStep(requests, launched.tables, checks, skip, pending, time.perf_counter(), ahead=True)
 
     def _may_hold(self, num_running: int) -> bool:

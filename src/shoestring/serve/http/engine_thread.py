@@ -98,6 +98,7 @@ class EngineThread:
         self._seconds_per_choice = 1.0  # moving average, for Retry-After
         self._rate = _Rate()
         self._num_prompt_tokens = 0
+        self.latest = self._snapshot()  # of the last report, for other threads
         self._thread = threading.Thread(target=self._run, name="shoestring-engine", daemon=True)
 
     # -- called from anywhere -------------------------------------------------------------------------------
@@ -154,7 +155,7 @@ class EngineThread:
 
     def give_up(self, reason: ApiError) -> None:
         """End every text, though a step may never end: readers are told at once."""
-        self.on_report(Report(snapshot=self.snapshot(), closed=reason))
+        self.on_report(Report(snapshot=self.latest, closed=reason))
         self.post(("abort", reason))
 
     def stop(self, timeout: float = 10.0) -> None:
@@ -496,7 +497,7 @@ class EngineThread:
         self._report.parts.append((choice.id, delta))
         self._in_parts.add(choice.id)
 
-    def snapshot(self) -> EngineSnapshot:
+    def _snapshot(self) -> EngineSnapshot:
         stats = self.engine.stats
         return EngineSnapshot(
             num_running=len(self.engine.running),
@@ -516,7 +517,7 @@ class EngineThread:
         """Update the metrics before outputs are sent: a client that has its answer finds it counted."""
         report, self._report = self._report, Report()
         self._in_parts.clear()
-        report.snapshot = now = self.snapshot()
+        report.snapshot = self.latest = now = self._snapshot()
         self.metrics.count_stats(self.engine.stats)
         self.metrics.num_running.set(now.num_running)
         self.metrics.num_waiting.set(now.num_waiting)

@@ -29,7 +29,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any, cast
@@ -102,16 +102,29 @@ class HttpProcess:
             sys.stderr.flush()
             os._exit(code)  # what the engine's process has registered for its exit is not this one's
 
-    def open(self, listener: socket.socket, name: str, pooling: str, tokenizer: Tokenizer, facts: EngineFacts) -> None:
-        """Hand over what it needs; the listening socket is no longer this process's."""
-        socket.send_fds(self._connection, [b"."], [listener.fileno()])
+    def open(
+        self,
+        listener: socket.socket,
+        name: str,
+        pooling: str,
+        tokenizer: Tokenizer,
+        facts: EngineFacts,
+        engine_thread: EngineThread,
+    ) -> None:
+        """Hand over what it needs; the listening socket is no longer this process's. Before the thread starts: from
+        here on no report is lost."""
+        try:
+            socket.send_fds(self._connection, [b"."], [listener.fileno()])
+        except OSError:
+            raise self._lost() from None
         listener.close()
         about = {"name": name, "pooling": pooling, "tokenizer": tokenizer_json(tokenizer), "facts": asdict(facts)}
         self._send(frame(about))
+        engine_thread.on_report = lambda report: self._send(report_frame(report))
+        engine_thread.on_report(Report(snapshot=engine_thread.latest))  # what /stats shows before the first request
 
     def run(self, engine_thread: EngineThread, grammars: GrammarCache, on_started: Callable[[], None]) -> None:
         """Carry messages to the engine's thread until the HTTP process has drained and ended."""
-        engine_thread.on_report = lambda report: self._send(report_frame(report))
         reader = FrameReader()
         before: dict[signal.Signals, Any] = {}
         try:
@@ -127,7 +140,7 @@ class HttpProcess:
             for sig, handler in before.items():
                 signal.signal(sig, handler)
         if not self._told_to_stop:
-            raise HttpProcessLost(f"the HTTP process {self._how_it_ended()}; the server stops")
+            raise self._lost()
 
     def stop(self) -> None:
         """Begin to drain; a second time: end without waiting."""
@@ -138,11 +151,16 @@ class HttpProcess:
     def close(self) -> None:
         """It notices that this process is done; it is not left behind."""
         self._connection.close()
-        if "still" in self._how_it_ended():
+        if self._how_it_ended() is None:
             os.kill(self._pid, signal.SIGKILL)
             self._how_it_ended()
 
-    def _how_it_ended(self) -> str:
+    def _lost(self) -> HttpProcessLost:
+        how = self._how_it_ended() or "is still there, but closed its connection"
+        return HttpProcessLost(f"the HTTP process {how}; the server stops")
+
+    def _how_it_ended(self) -> str | None:
+        """None: it has not, after LEAVE_S."""
         end = time.monotonic() + LEAVE_S
         with suppress(ChildProcessError):  # asked before
             while time.monotonic() < end:
@@ -152,7 +170,7 @@ class HttpProcess:
                 if pid:
                     return f"ended with code {os.waitstatus_to_exitcode(status)}"
                 time.sleep(0.01)
-            return "is still there, but closed its connection"
+            return None
         return "ended"
 
     def _read(self) -> bytes:
@@ -171,10 +189,10 @@ class HttpProcess:
         if kind == "add":
             try:
                 engine_thread.post(("add", add_from(given, binary, grammars.of)))
-            except ApiError as error:  # a grammar that was compiled, forgotten, and now takes too long
+            except Exception as error:  # e.g. a grammar that was compiled, forgotten, and now takes too long
                 ids = [fields["id"] for fields, _ in given[0]]
-                parts = [(number, ChoiceDelta(error=error)) for number in ids]
-                self._send(report_frame(Report(parts=parts, ended=ids, snapshot=engine_thread.snapshot())))
+                parts = [(number, ChoiceDelta(error=_for_client(error))) for number in ids]
+                self._send(report_frame(Report(parts=parts, ended=ids, snapshot=engine_thread.latest)))
         elif kind == "cancel":
             engine_thread.post(("cancel", given[0]))
         elif kind == "abort":
@@ -189,12 +207,17 @@ class HttpProcess:
         error, found = None, None
         try:
             found = work()
-        except ApiError as raised:
-            error = error_json(raised)
-        except Exception:
-            log.exception("an answer to the HTTP process failed")
-            error = error_json(ApiError(500, "internal error; the server's log says more"))
+        except Exception as raised:
+            error = error_json(_for_client(raised))
         self._send(frame(["answer", ticket, error], found if isinstance(found, bytes) else b""))
+
+
+def _for_client(error: Exception) -> ApiError:
+    """What a client is told; a defect of the server is logged."""
+    if isinstance(error, ApiError):
+        return error
+    log.error("a message of the HTTP process could not be answered", exc_info=error)
+    return ApiError(500, "internal error; the server's log says more")
 
 
 # -- in the HTTP process --------------------------------------------------------------------------------------
@@ -214,10 +237,10 @@ def serve_http(connection: socket.socket, options: ServeOptions) -> int:
         if not (data := connection.recv(READ)):
             return 1
         frames = reader.feed(data)
-    about = frames[0][0]
+    (about, _), *early = frames
     facts = EngineFacts(**{**about["facts"], "eos_ids": tuple(about["facts"]["eos_ids"])})
     tokenizer = tokenizer_from(about["tokenizer"])
-    port = EngineConnection(reader)
+    port = EngineConnection(reader, early)
     client = EngineClient(facts, port, tokenizer, EngineSnapshot())
     http = HttpServer(
         replace(options, pooling=about["pooling"]),
@@ -236,13 +259,16 @@ def serve_http(connection: socket.socket, options: ServeOptions) -> int:
 class EngineConnection(asyncio.Protocol):
     """The `EnginePort` of the HTTP process."""
 
-    def __init__(self, reader: FrameReader) -> None:
-        self._reader, self.lost = reader, False
+    def __init__(self, reader: FrameReader, early: list[tuple[Any, bytes]]) -> None:
+        """`early`: frames that came together with the first."""
+        self._reader, self._early, self.lost = reader, early, False
+        self._gone: ApiError | None = None  # why the engine's process answers no more
         self._tickets = itertools.count()
         self._asked: dict[int, Future[bytes]] = {}
 
     async def open(self, connection: socket.socket, client: EngineClient, http: HttpServer) -> None:
         self._loop, self._client, self._http = asyncio.get_running_loop(), client, http
+        self._take(self._early)
         connection.setblocking(False)
         self._transport, _ = await self._loop.create_connection(lambda: self, sock=connection)
 
@@ -267,8 +293,15 @@ class EngineConnection(asyncio.Protocol):
         """The engine process's answer; from a worker thread, which waits for it."""
         ticket, answer = next(self._tickets), Future[bytes]()
         self._asked[ticket] = answer
-        self._loop.call_soon_threadsafe(lambda: self._transport.write(frame([kind, ticket, *given])))
+
+        def send() -> None:
+            if self._gone is None:
+                self._transport.write(frame([kind, ticket, *given]))
+            else:
+                answer.set_exception(self._gone)
+
         try:
+            self._loop.call_soon_threadsafe(send)
             return answer.result(ANSWER_S)
         except TimeoutError:
             raise ApiError(503, "the engine does not answer; try again later", code="overloaded") from None
@@ -277,7 +310,10 @@ class EngineConnection(asyncio.Protocol):
 
     # -- called by asyncio ----------------------------------------------------------------------------------
     def data_received(self, data: bytes) -> None:
-        for (kind, *given), binary in self._reader.feed(data):
+        self._take(self._reader.feed(data))
+
+    def _take(self, frames: list[tuple[Any, bytes]]) -> None:
+        for (kind, *given), binary in frames:
             if kind == "report":
                 self._client.receive(report_from(given, binary))
             elif (answer := self._asked.get(given[0])) is not None:
@@ -287,10 +323,11 @@ class EngineConnection(asyncio.Protocol):
                     answer.set_exception(error_from(given[1]))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        gone = ApiError(503, "the engine has stopped; the server must be restarted", code="engine_dead")
-        self._client.receive(Report(snapshot=self._client.snapshot, closed=gone, dead=True))
-        for answer in self._asked.values():
-            answer.set_exception(gone)
+        self._gone = ApiError(503, "the engine has stopped; the server must be restarted", code="engine_dead")
+        self._client.receive(Report(snapshot=self._client.snapshot, closed=self._gone, dead=True))
+        for answer in list(self._asked.values()):  # worker threads take theirs out
+            with suppress(InvalidStateError):  # answered, and not taken out yet
+                answer.set_exception(self._gone)
         if not self._http.server.should_exit:
             self.lost = True
             log.error("the engine's process is gone; the server stops")

@@ -58,6 +58,7 @@ class HttpServer:
         signals: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGINT),
     ) -> None:
         self.client, self._drain_s, self._listener = client, options.drain_s, listener
+        logging.getLogger("uvicorn.error").addFilter(_no_cancellation)
         settings = ApiSettings(
             name,
             options.api_keys,
@@ -84,7 +85,7 @@ class HttpServer:
             # Requests left after the drain get an error; these seconds are for sending it.
             timeout_graceful_shutdown=int(options.drain_s) + 5,
         )
-        self.server = _Server(config, self._drain, signals)
+        self.server = _Server(config, self._drain, self._end_texts, signals)
 
     def run(self, before: Callable[[], Awaitable[None]] | None, on_started: Callable[[], None]) -> None:
         """On the event loop, `before` is awaited before the first connection is taken, `on_started` called when it can
@@ -108,20 +109,32 @@ class HttpServer:
     def _drain(self) -> None:
         log.info("draining: %d texts to finish, %.0f s at most", self.client.num_open, self._drain_s)
         self.client.close(ApiError(503, "the server is shutting down", code="draining", headers={"Retry-After": "5"}))
-        end = ApiError(503, "the server shut down before this text was finished", code="draining")
-        timer = threading.Timer(self._drain_s, self.client.abort_all, [end])
+        timer = threading.Timer(self._drain_s, self._end_texts)
         timer.daemon = True
         timer.start()
 
+    def _end_texts(self) -> None:
+        self.client.abort_all(ApiError(503, "the server shut down before this text was finished", code="draining"))
+
+
+def _no_cancellation(record: logging.LogRecord) -> bool:
+    """For the log of uvicorn, which shows a traceback for every answer that the second Ctrl-C cuts off."""
+    return record.exc_info is None or not isinstance(record.exc_info[1], asyncio.CancelledError)
+
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, which reports when it begins to drain and does not exit by the signal afterwards."""
+    """uvicorn's server, which reports when it begins to drain and when it must not wait any longer, and does not exit
+    by the signal afterwards."""
 
     def __init__(
-        self, config: uvicorn.Config, on_drain: Callable[[], None], signals: tuple[signal.Signals, ...]
+        self,
+        config: uvicorn.Config,
+        on_drain: Callable[[], None],
+        on_hurry: Callable[[], None],
+        signals: tuple[signal.Signals, ...],
     ) -> None:
         super().__init__(config)
-        self._on_drain, self._signals = on_drain, signals
+        self._on_drain, self._on_hurry, self._signals = on_drain, on_hurry, signals
         self.on_started: Callable[[], None] = lambda: None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -142,6 +155,7 @@ class _Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:
+            self._on_hurry()  # uvicorn looks at `force_exit` every 0.1 s: most clients are told by then
             self.force_exit = True
             return
         self.should_exit = True

@@ -156,14 +156,14 @@ class Service:
         facts = self.engine_thread.facts(max(64, 2 * max_running) if options.max_queue is None else options.max_queue)
         grammars = Grammars(tokenizer, facts.vocab_size, facts.eos_ids)
         if http_process is None:
-            self.client = EngineClient(facts, self.engine_thread, tokenizer, self.engine_thread.snapshot())
+            self.client = EngineClient(facts, self.engine_thread, tokenizer, self.engine_thread.latest)
             self.engine_thread.on_report = self.client.deliver
             http = HttpServer(options, name, tokenizer, self.client, grammars, listener)
             self.server = http.server
             self.stop: Callable[[], None] = http.stop  # begin to drain; from any thread
             self._run_http: Callable[[Callable[[], None]], None] = partial(http.run, None)
         else:
-            http_process.open(listener, name, options.pooling, tokenizer, facts)
+            http_process.open(listener, name, options.pooling, tokenizer, facts, self.engine_thread)
             self.stop = http_process.stop
             self._run_http = partial(http_process.run, self.engine_thread, grammars)
 
