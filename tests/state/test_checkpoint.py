@@ -204,6 +204,18 @@ def test_what_a_checkpoint_holds(tmp_path: Path) -> None:
     }
 
 
+def test_which_kernels_step_is_not_taken_from_a_checkpoint(tmp_path: Path) -> None:
+    run, data = new_run()  # not fused, as runs on a CPU were
+    train(run, data, 2, Checkpointer(tmp_path, every=1))
+    resumed, data = new_run()
+    for group in resumed.optimizer.param_groups:
+        group["fused"] = True
+    Checkpointer(tmp_path, every=1).resume(resumed, {"data": data})
+    assert resumed.step == 2 and [g["fused"] for g in resumed.optimizer.param_groups] == [True, True]
+    assert resumed.optimizer.param_groups[0]["lr"] == run.optimizer.param_groups[0]["lr"]
+    train(resumed, data, 3)
+
+
 @pytest.mark.parametrize("wrapped_saves", [True, False])
 def test_names_do_not_depend_on_compile_and_recompute_wrappers(wrapped_saves: bool, tmp_path: Path) -> None:
     def wrapped(run: Run) -> None:

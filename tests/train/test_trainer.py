@@ -262,6 +262,27 @@ def test_norms_and_biases_do_not_decay() -> None:
         assert (decays[id(param)] > 0) == (param.dim() >= 2), name
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_fused_step_on_a_cpu_is_right_for_every_stride(turned: bool) -> None:
+    """torch's fused kernel for CPUs goes through memory without strides."""
+    linear = nn.Linear(6, 4)
+    twin = nn.Linear(6, 4)
+    twin.load_state_dict(linear.state_dict())
+    if turned:  # a view into a larger tensor
+        linear.weight = nn.Parameter(torch.cat([linear.weight.detach(), torch.ones(4, 3)], dim=1)[:, :6])
+    ours = adamw(linear, lr=0.1)
+    groups = [{"params": [twin.weight], "weight_decay": 0.1}, {"params": [twin.bias], "weight_decay": 0.0}]
+    plain = torch.optim.AdamW(groups, lr=0.1, betas=(0.9, 0.95), fused=False)
+    for model, optimizer in ((linear, ours), (twin, plain)):
+        for seed in range(2):
+            optimizer.zero_grad()
+            x = torch.randn(8, 6, generator=torch.Generator().manual_seed(seed))
+            model(x).square().sum().backward()
+            optimizer.step()
+    torch.testing.assert_close(linear.weight, twin.weight)
+    assert bool(ours.defaults["fused"]) != turned
+
+
 def test_clipping_matches_torch() -> None:
     run, other = new_run(), new_run()
     for r in (run, other):

@@ -22,6 +22,9 @@ from shoestring.errors import UserError
 
 # Wrappers put these into names; a checkpoint must not depend on whether a block was wrapped.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+# Keys of a group that are not taken from a checkpoint: which kernels step was chosen for this device, and `step` of the
+# state was created where they read it.
+_OF_THIS_DEVICE = ("params", "fused", "foreach", "capturable")
 
 
 def parameter_names(model: nn.Module) -> dict[Tensor, str]:
@@ -93,7 +96,7 @@ def load_optimizer_state(model: nn.Module, optimizer: Optimizer, loaded: dict[st
             f"{[len(g) for g in here]}, or in another order; build the optimizer as in the saved run"
         )
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
-        group.update({k: v for k, v in saved.items() if k != "params"})
+        group.update({k: v for k, v in saved.items() if k not in _OF_THIS_DEVICE})
     parameters = {name: p for p, name in names.items()}
     for name, state in loaded["state"].items():
         # Tensors were filled in place and are the same objects; numbers and lists come from the checkpoint.

@@ -34,9 +34,11 @@ def adamw(
     groups = decay_groups(model, weight_decay, without=grids)
     if not groups:
         raise UserError("the model has no trainable parameters; nothing to optimise")
-    devices = {local(p).device.type for group in groups for p in group["params"]}
-    fused = True if devices <= {"cpu", "cuda"} else None  # one pass over each tensor; on a CPU half the time or less
-    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=fused)
+    tensors = [local(p) for group in groups for p in group["params"]]
+    # One pass over each tensor; on a CPU half the time or less. On a CPU it reads the memory of parameter, gradient and
+    # state in order, without their strides: torch checks this on CUDA only.
+    fused = all(t.is_cuda or (t.device.type == "cpu" and t.is_contiguous()) for t in tensors)
+    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=fused or None)
 
 
 def decay_groups(model: nn.Module, weight_decay: float, without: Container[int] = ()) -> list[dict[str, Any]]:
