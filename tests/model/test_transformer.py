@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,8 @@ from torch import Tensor
 from shoestring.errors import UserError
 from shoestring.model.attention import attend_with, causal_attention, mask_at, rope_frequencies, rope_tables, rotate
 from shoestring.model.layer_plan import RopePlan
-from shoestring.model.spec import Llama3Rope, ModelSpec
+from shoestring.model.parallel import uncompiled_expert_loops_
+from shoestring.model.spec import Experts, Llama3Rope, ModelSpec
 from shoestring.model.transformer import Decoder, Head
 
 LLAMA = ModelSpec(61, 32, 3, 4, 2, 8, 48, 32, tied=False)
@@ -169,6 +171,18 @@ def test_compiles_as_one_graph_without_recompiling_per_layer(name: str, tokens: 
         torch.testing.assert_close(model(tokens), want, atol=1e-6, rtol=1e-6)
     assert counter.frame_count == 1  # all blocks share one graph
     torch._dynamo.reset()
+
+
+@torch.no_grad()
+def test_a_copy_of_a_model_with_experts_that_are_not_compiled_has_its_own(tokens: Tensor) -> None:
+    model = build(replace(LLAMA, experts=Experts(num=4, top_k=2, d_ff=16)))
+    want = model(tokens)
+    uncompiled_expert_loops_(model)
+    torch.testing.assert_close(model(tokens), want, atol=0, rtol=0)
+    other = copy.deepcopy(model)
+    for p in model.blocks.parameters():
+        p.zero_()
+    torch.testing.assert_close(other(tokens), want, atol=0, rtol=0)
 
 
 @pytest.mark.gpu

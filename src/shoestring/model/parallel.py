@@ -76,9 +76,11 @@ def parallelize(model: Decoder, mesh: Mesh, cfg: ParallelConfig) -> Decoder:
 def uncompiled_expert_loops_(model: nn.Module) -> None:
     """Leave the loops over experts out of what torch.compile compiles: they would be compiled again whenever other
     numbers of rows choose an expert. The experts inside are compiled, as one graph for all."""
+    loop = torch.compiler.disable(MixtureOfExperts.through_experts, recursive=False)
     for module in model.modules():
         if isinstance(module, MixtureOfExperts):
-            module.through_experts = torch.compiler.disable(module.through_experts, recursive=False)  # type: ignore[method-assign]
+            # A partial: in a copy of the model it has the copied module. A wrapped method would keep this one.
+            module.through_experts = functools.partial(loop, module)  # type: ignore[method-assign]
 
 
 # -- tensor parallel --------------------------------------------------------------------------------------------

@@ -228,8 +228,10 @@ class MixtureOfExperts(nn.Module):
 
     def through_experts(self, rows_RD: Tensor, weight_RK: Tensor, chosen_RK: Tensor) -> Tensor:
         """The choices are sorted by expert; one list of counts says which of them belong to whom."""
-        counts = chosen_RK.flatten().bincount(minlength=len(self.experts)).tolist()
-        choices = chosen_RK.flatten().argsort(stable=True).split(counts)
+        expert_C = chosen_RK.flatten()
+        # Not by bincount, which also waits for the smallest and the largest number on a GPU.
+        counts = expert_C.new_zeros(len(self.experts)).index_add_(0, expert_C, torch.ones_like(expert_C)).tolist()
+        choices = expert_C.argsort(stable=True).split(counts)
         out_RD = torch.zeros_like(rows_RD)
         for expert, choice_C, num in zip(self.experts, choices, counts, strict=True):
             if num:
