@@ -98,8 +98,9 @@ def dense_rows_usable(rows: int, weight: Tensor) -> bool:
     if weight.dtype not in (torch.bfloat16, torch.float16):
         return False
     out, width = weight.shape
-    key, limits = few_rows.plan_key(DENSE, rows, out, width, True), device_limits(weight.device.index)
-    return few_rows.PLANS.find(key, limits.name) is not None
+    limits = device_limits(weight.device.index)
+    plan = few_rows.PLANS.find(few_rows.plan_key(DENSE, rows, out, width, True), limits.name)
+    return plan is not None and plan.fits(DENSE, rows, width, limits=limits)
 
 
 # -- decoding ------------------------------------------------------------------------------------------------
