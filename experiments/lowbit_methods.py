@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from experiments.time_budget import OutOfTime, TimeBudget
+from shoestring.errors import UserError
 from shoestring.evals.perplexity import perplexity
 from shoestring.evals.tasks import run_task
 from shoestring.formats import Dense, Format, Parts, convert, formats_of, pack, parse_format, unpack
@@ -265,7 +266,9 @@ class BestState:
 
     @torch.no_grad()
     def evaluate(self, run: Run) -> dict[str, float]:
-        text = self.subject.test if self.subject.valid is None else self.subject.valid
+        text = self.subject.valid
+        if text is None:
+            raise UserError(f"{self.subject.name} has no validation text, and the test text must not choose")
         assert isinstance(run.model, Decoder)
         value = perplexity(run.model.eval(), text, context=self.subject.context, batch=eval_rows(self.subject)).value
         if value < self.value:

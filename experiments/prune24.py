@@ -328,6 +328,7 @@ def main() -> None:
     bench = Bench(args, Path(source), tokenizer, test[: args.tokens or None], valid, off_text, device)
     common = {"model": MODEL, "context": args.context, "tokens": len(bench.test), "items": args.items}
     known = known_cases(common) if args.missing else set()
+    failed: list[str] = []
     with tempfile.TemporaryDirectory() as temp:
         work = args.folder or Path(temp)
         work.mkdir(parents=True, exist_ok=True)  # before minutes of pruning
@@ -339,6 +340,9 @@ def main() -> None:
                 del model
             except (RuntimeError, UserError) as error:  # the other cases are still worth measuring
                 print(f"FAILED: {case}: {error}", flush=True)
+                failed.append(case)
+    if failed:
+        raise SystemExit(f"not measured: {', '.join(failed)}")
 
 
 def make(bench: Bench, case: str, work: Path) -> tuple[Decoder, dict[str, Any], dict[str, Any]]:
@@ -353,8 +357,8 @@ def make(bench: Bench, case: str, work: Path) -> tuple[Decoder, dict[str, Any], 
             whole = gather(model, [("*", parse_format(PLAIN))], open_mesh(MeshConfig()))
             assert whole is not None
             folder = ast_folder(bench, work)
-            save_model(folder, whole)
             folder.with_suffix(".json").write_text(json.dumps(config))
+            save_model(folder, whole)  # last: where the folder is, the file is
     elif case in CODED:
         model, config = coded(bench, case, work)
     elif case.startswith("sparsegpt"):
@@ -418,11 +422,9 @@ SHARED = ("context", "tokens", "items")  # rows that agree on these, and on the 
 
 def grouped() -> list[list[dict[str, Any]]]:
     """The newest line of every method, in the order of the methods, grouped by machine and test; of each machine the
-    test that was measured last. Short trainings that were compared with each other have a table of their own."""
+    test that was measured last."""
     found: dict[str, dict[tuple[Any, ...], list[dict[str, Any]]]] = {}
     for line in newest(BENCH):
-        if "novels" in line["quality"]:
-            continue
         tests, test = found.setdefault(line["device"], {}), tuple(line["config"][k] for k in SHARED)
         tests[test] = [*tests.pop(test, []), line]  # the last one measured comes last
     last = [{n["case"]: n for n in list(tests.values())[-1]} for tests in found.values()]

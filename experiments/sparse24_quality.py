@@ -91,6 +91,7 @@ DECAY = 2e-4  # of SR-STE, as published
 EVAL_BATCHES = 16
 PART = 8  # windows of the validation text in a part
 WARM = 3  # steps before a pace is timed
+GRACE = 120.0  # seconds after its time in which a call must have ended
 
 
 @dataclass(frozen=True)
@@ -502,9 +503,13 @@ def run_calls(path: Path, at_once: int, ends: float) -> None:
             print(f"left out, the time is over: {shlex.join(own)}", flush=True)
             return
         command = [sys.executable, "-m", "experiments.sparse24_quality", *given, *own, "--seconds", f"{left:.0f}"]
-        done = subprocess.run(command, env=child_environment(), check=False)
-        if done.returncode:
-            print(f"failed with exit code {done.returncode}: {shlex.join(own)}", flush=True)
+        try:
+            code = subprocess.run(command, env=child_environment(), timeout=left + GRACE, check=False).returncode
+        except subprocess.TimeoutExpired:  # it hangs; the others need the GPU
+            print(f"stopped {GRACE:.0f} s after its time: {shlex.join(own)}", flush=True)
+            return
+        if code:
+            print(f"failed with exit code {code}: {shlex.join(own)}", flush=True)
 
     with ThreadPoolExecutor(at_once) as pool:
         list(pool.map(call, [own for own in lines if own]))

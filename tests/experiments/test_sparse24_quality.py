@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 import sys
 import threading
 from dataclasses import replace
@@ -97,8 +98,10 @@ def test_calls_of_a_file_do_not_read_the_file_again(monkeypatch: pytest.MonkeyPa
     calls.write_text('# wanted\n--rows "FST exact:0" --decay 6e-5\n\n--rows dense:1  # a seed\n')
     asked: list[list[str]] = []
 
-    def run(command: list[str], **_: Any) -> SimpleNamespace:
+    def run(command: list[str], *, timeout: float, **_: Any) -> SimpleNamespace:
         asked.append(command)
+        if "FST exact:0" in command:  # it hangs
+            raise subprocess.TimeoutExpired(command, timeout)
         return SimpleNamespace(returncode=0)
 
     monkeypatch.setattr(sparse24_quality.subprocess, "run", run)
