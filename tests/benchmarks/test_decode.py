@@ -38,7 +38,7 @@ def test_table_shows_the_peers_that_were_measured(monkeypatch: pytest.MonkeyPatc
     header, _, one, many = decode.table().splitlines()[:4]
     assert "HF eager" in header and "HF static" not in header
     assert "older" not in decode.table(), "it says where the numbers come from that are shown"
-    assert one.endswith("| 80 | 100 | 80% | 30 |") and many.endswith("| 70 | 100 | 80% |  |")
+    assert one.endswith("| 80 | 100 | 80% | c | 30 |") and many.endswith("| 70 | 100 | 80% | c |  |")
 
 
 def test_a_peer_that_gives_nothing_is_said_so(
