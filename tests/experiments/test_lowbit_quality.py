@@ -58,7 +58,7 @@ def test_settings_by_name_do_what_they_say(tmp_path: Path) -> None:
     w, full = (state["blocks.0.attn.v.weight"] for state in (got.state_dict(), subject.original))
     assert w.abs().max() <= full.abs().max() and not torch.equal(w, full)  # clamped, as BitDistiller's
     unformat(got)
-    ends = []
+    subject.valid, ends = subject.test, []
     for keep in ("", ",best"):  # at a rate that ruins the model
         got, told = shrink(subject, f"bitdistiller@1,batch=4,clip=full{keep}", "int2:g32", 0)
         assert told == {"training_tokens": 1024, "lr": 1.0, "batch": 4, "text_id": "short"}
