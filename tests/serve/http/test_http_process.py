@@ -137,7 +137,9 @@ def test_choices_arrive_as_they_were_and_prompts_are_sent_once() -> None:
 def test_who_asks_an_engine_that_goes_is_told_at_once() -> None:
     async def ask_twice() -> EngineClient:
         engine, connection = socket.socketpair()
-        early = [(["report", ([], [], []), [], [], {"drafts": True, "version": None}, None, False], b"")]
+        early: list[tuple[Any, bytes]] = [
+            (["report", ([], [], []), [], [], {"drafts": True, "version": None}, None, False], b"")
+        ]
         port = EngineConnection(FrameReader(), early)
         facts = EngineFacts(29, 64, 16, (0,), True, 2, 2)
         client = EngineClient(facts, port, chat_tokenizer(), EngineSnapshot())
@@ -173,13 +175,16 @@ def test_a_request_that_cannot_be_read_fails_alone() -> None:
     assert report.ended == [7] and report.parts[0][1].error is not None and report.parts[0][1].error.status == 500
 
 
-def test_an_http_process_that_ended_early_is_named() -> None:
+def test_an_http_process_that_ended_badly_is_named() -> None:
     ours, theirs = socket.socketpair()
     theirs.close()
-    child = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
+    process = HttpProcess(os.posix_spawn(sys.executable, ["python", "-Sc", "raise SystemExit(3)"], os.environ), ours)
     with socket.socket() as listener, pytest.raises(HttpProcessLost, match="ended with code 3; the server stops"):
-        HttpProcess(child.pid, ours).open(listener, *[None] * 5)  # type: ignore[arg-type]
-    child.wait()
+        process.open(listener, *[None] * 5)  # type: ignore[arg-type]  # before it serves
+    process._told_to_stop = True  # while it drains
+    with pytest.raises(HttpProcessLost, match="ended with code 3; the server stops"):
+        process.run(*[None] * 3)  # type: ignore[arg-type]
+    process.close()
 
 
 # -- two processes ------------------------------------------------------------------------------------------------

@@ -493,7 +493,7 @@ class Engine:
     def _may_hold(self, num_running: int) -> bool:
         """Whether nobody waits to be admitted, or may wait for a few steps more. A step that reads prompts is not
         launched ahead: the device idles meanwhile. Among many texts one ends and another comes in almost every step,
-        so prompts are read together, as many as fill a step, at least every HOLD_STEPS."""
+        so prompts are read together, as many as fill a step, at least every HOLD_STEPS (counted here)."""
         if not self.scheduler.admits:
             return True
         self._num_held += 1

@@ -87,7 +87,7 @@ class OutputCollector:
         self._filled.set()
 
     def remind(self) -> None:
-        """Wake the reader with an empty hand: `take` returns {}."""
+        """Wake the reader although nothing came: `take` returns {}."""
         self._reminded = True
         self._filled.set()
 

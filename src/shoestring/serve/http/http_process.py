@@ -66,11 +66,12 @@ SIGNALS = signal.SIGTERM, signal.SIGINT
 READ = 1 << 18  # bytes at a time
 ANSWER_S = 120.0  # the most that metrics or a grammar may take
 LEAVE_S = 10.0  # for the HTTP process to end, once the engine is gone
+DRAINED = "ended with code 0"
 log = logging.getLogger("shoestring.serve")
 
 
 class HttpProcessLost(UserError):
-    """The HTTP process ended before it was told to."""
+    """The HTTP process ended before it was told to, or not as it should."""
 
 
 class HttpProcess:
@@ -80,6 +81,7 @@ class HttpProcess:
         self._pid, self._connection = pid, connection
         self._sending = threading.Lock()  # the engine's thread and others send
         self._told_to_stop = False
+        self._ended: str | None = None  # how
 
     @staticmethod
     def fork(options: ServeOptions) -> HttpProcess:
@@ -139,7 +141,7 @@ class HttpProcess:
         finally:
             for sig, handler in before.items():
                 signal.signal(sig, handler)
-        if not self._told_to_stop:
+        if not self._told_to_stop or self._how_it_ended() != DRAINED:
             raise self._lost()
 
     def stop(self) -> None:
@@ -162,16 +164,15 @@ class HttpProcess:
     def _how_it_ended(self) -> str | None:
         """None: it has not, after LEAVE_S."""
         end = time.monotonic() + LEAVE_S
-        with suppress(ChildProcessError):  # asked before
-            while time.monotonic() < end:
-                pid, status = os.waitpid(self._pid, os.WNOHANG)
-                if pid and os.WIFSIGNALED(status):
-                    return f"was ended by {signal.Signals(os.WTERMSIG(status)).name}"
-                if pid:
-                    return f"ended with code {os.waitstatus_to_exitcode(status)}"
+        while self._ended is None and time.monotonic() < end:
+            pid, status = os.waitpid(self._pid, os.WNOHANG)  # of a process that ended, only once
+            if pid and os.WIFSIGNALED(status):
+                self._ended = f"was ended by {signal.Signals(os.WTERMSIG(status)).name}"
+            elif pid:
+                self._ended = f"ended with code {os.waitstatus_to_exitcode(status)}"
+            else:
                 time.sleep(0.01)
-            return None
-        return "ended"
+        return self._ended
 
     def _read(self) -> bytes:
         try:
