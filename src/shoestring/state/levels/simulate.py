@@ -4,7 +4,7 @@ Failures come at random (exponential gaps); each has a severity, the nearest lev
 failures the job works, stalls for its saves, and a save counts at a level once it is durable there. After a failure the
 job restores the newest copy that survived and repeats what was lost. The waste is the share of time that is not first-
 time work. The schedules compared: ours (every level at its own interval, nested), the best single level (Daly), and
-fixed intervals, all with the same costs and the same failures.
+fixed intervals. All have the same failures and restores; those with a single level wait for remote storage.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 from shoestring.state.levels.policy import GPU_MTTF_HOURS, LEVELS, SHARES, Cost, daly_interval, make_plan
 
-# A job of eight GPUs per host: seconds. Stalls as in the measured table of docs; restores include the restart.
+# A job of eight GPUs per host: seconds, assumed (measured, a save to memory stalled 0.03 to 0.05 s). Restores include the
+# restart.
 COSTS = {
     "memory": Cost(0.2, 1.0, 20.0),
     "peer": Cost(2.0, 15.0, 60.0),
