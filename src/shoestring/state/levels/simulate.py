@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from shoestring.state.levels.policy import GPU_MTTF_HOURS, LEVELS, SHARES, Cost, daly_interval, make_plan
 
-# A job of eight GPUs per host: seconds, assumed (measured, a save to memory stalled 0.03 to 0.05 s). Restores include the
-# restart.
+# A job of eight GPUs per host: seconds, assumed (measured, a save to memory stalled 0.03 to 0.05 s). Restores include
+# the restart.
 COSTS = {
     "memory": Cost(0.2, 1.0, 20.0),
     "peer": Cost(2.0, 15.0, 60.0),
