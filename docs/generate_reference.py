@@ -192,7 +192,7 @@ def _server_app() -> Any:
     spec = ModelSpec(vocab_size=tokenizer.vocab_size, max_positions=16, **sizes)
     engine = Engine(Decoder(spec), tokenizer, max_requests=1)
     thread = EngineThread(engine, Metrics("page"), max_running=1)
-    client = EngineClient(thread.facts(max_queue=1), thread, tokenizer, thread.snapshot())
+    client = EngineClient(thread.facts(max_queue=1), thread, tokenizer, thread.latest)
     return Api(client, tokenizer, Grammars(tokenizer, engine.vocab_size, ()), ApiSettings("page")).app()
 
 
