@@ -337,14 +337,18 @@ def digits_of_levels(table: Tensor) -> Tensor:
     return torch.cat([packed.flatten().view(torch.int32), worth.view(torch.int32)]).to(table.device)
 
 
-_digits = WeakTensorKeyDictionary()
+_digits = WeakTensorKeyDictionary()  # table -> [its version, its digits]
 
 
 def level_digits(table: Tensor) -> Tensor:
-    """digits_of_levels, made once: it waits for the device."""
+    """digits_of_levels, made once: it waits for the device. Those of a table that was written again are written to the
+    same place, where captured graphs read them."""
+    version = 0 if table.is_inference() else table._version
     made = _digits.get(table)
-    if made is None or made[0] != table._version:
-        _digits[table] = made = table._version, digits_of_levels(table)
+    if made is None or made[0] != version:
+        with torch.inference_mode(False):  # so that they can be written later
+            digits = digits_of_levels(table)
+            _digits[table] = made = [version, digits if made is None else made[1].copy_(digits)]
     return made[1]
 
 
@@ -441,6 +445,8 @@ def choose_expert_plan(
 
     def runs(plan: FewRowsPlan) -> bool:
         if choice.sum and (plan.k_warps % choice.top_k or width % CHUNK_WIDTH):
+            return False
+        if plan.int8_mma and layout.table:  # experts are launched with levels, not with their digits
             return False
         shared = plan.shared_bytes(layout, rows, wide, norm=swiglu) + choice.shared_bytes
         return plan.runs(layout, rows, wide, False, swiglu, limits) and shared <= less_than_half(limits)
