@@ -518,15 +518,16 @@ def test_tables_that_change_travel_together(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_steps_run_ahead_while_texts_end_and_others_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Texts that come and end one after the other, some at the end of the context, some preempted: each is that of the
-    naive loop, steps run ahead all the same, and nobody waits for more than HOLD_STEPS of them."""
+    """Texts that come and end one after the other, some drawn, some at the end of the context, some preempted, some in
+    blocks of texts that ended: each is that of the naive loop, steps run ahead all the same, and nobody waits for more
+    than HOLD_STEPS of them."""
     monkeypatch.setattr("shoestring.serve.engine.engine.HOLD_FROM", 16)
     monkeypatch.setattr("shoestring.serve.engine.engine.ENDING_SHARE", 4)
     model, draw = tiny_decoder(max_positions=24), random.Random(3)
-    engine = Engine(model, max_requests=20, max_context=24, block_size=4, num_blocks=48, graphs=True)
+    engine = Engine(model, max_requests=20, max_context=24, block_size=4, num_blocks=36, graphs=True)
     asked = [
         (
-            [draw.randrange(29) for _ in range(draw.randint(1, 9))],
+            draw.choice([[], [3, 1, 4, 1]]) + [draw.randrange(29) for _ in range(draw.randint(1, 6))],
             Sampling(temperature=draw.choice([0.0, 0.9]), seed=seed, max_tokens=draw.randint(1, 22)),
         )
         for seed in range(40)
@@ -543,3 +544,4 @@ def test_steps_run_ahead_while_texts_end_and_others_wait(monkeypatch: pytest.Mon
     for request, (prompt, sampling) in zip(requests, asked, strict=True):
         assert request.new_tokens == naive(model, prompt, sampling)
     assert num_ahead > 12 and engine.stats.num_preemptions > 0 and engine.cache.pool.num_used == 0
+    assert engine.stats.num_prefix_hits > 0

@@ -10,7 +10,7 @@ frames (engine_messages.py) over a pair of sockets that no other process can rea
     HTTP -> engine    add, cancel, abort; asks for metrics and for a grammar to be compiled
     engine -> HTTP    one report per step, with the tokens of all texts; answers
 
-Signals go to the engine's process, which passes them on (SIGUSR1): a terminal or a service manager may send them to
+Signals go to the engine's process, which passes them on (STOPS): a terminal or a service manager may send them to
 both. Each notices the end of the other by the end of the connection. Without the engine, every client gets an error,
 and the HTTP process ends. Without HTTP, the engine's process ends, and says why.
 """
@@ -63,6 +63,7 @@ from shoestring.serve.http.request_schema import ApiError
 from shoestring.serve.http.serve_options import ServeOptions
 
 SIGNALS = signal.SIGTERM, signal.SIGINT
+STOPS = signal.SIGUSR1, signal.SIGUSR2  # the first, and every later one: two of the same kind may arrive as one
 READ = 1 << 18  # bytes at a time
 ANSWER_S = 120.0  # the most that metrics or a grammar may take
 LEAVE_S = 10.0  # for the HTTP process to end, once the engine is gone
@@ -146,9 +147,9 @@ class HttpProcess:
 
     def stop(self) -> None:
         """Begin to drain; a second time: end without waiting."""
-        self._told_to_stop = True
+        sig, self._told_to_stop = STOPS[self._told_to_stop], True
         with suppress(ProcessLookupError):
-            os.kill(self._pid, signal.SIGUSR1)
+            os.kill(self._pid, sig)
 
     def close(self) -> None:
         """It notices that this process is done; it is not left behind."""
@@ -226,7 +227,7 @@ def _for_client(error: Exception) -> ApiError:
 
 def serve_http(connection: socket.socket, options: ServeOptions) -> int:
     """From the fork to the end of the process; the exit code."""
-    for sig in (*SIGNALS, signal.SIGUSR1):
+    for sig in (*SIGNALS, *STOPS):
         signal.signal(sig, signal.SIG_IGN)  # the engine's process says when to drain
     torch.set_num_threads(1)
     _, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
@@ -250,7 +251,7 @@ def serve_http(connection: socket.socket, options: ServeOptions) -> int:
         client,
         RemoteGrammars(port),
         socket.socket(fileno=descriptors[0]),
-        signals=(signal.SIGUSR1,),
+        signals=STOPS,
     )
     with objects_frozen():
         http.run(lambda: port.open(connection, client, http), port.say_started)
