@@ -30,12 +30,15 @@ def child_environment(**more: str) -> dict[str, str]:
 
 
 def take_turn() -> None:
-    """Signal that this process is ready, and wait for its turn; returns at once where there are no turns."""
-    place = os.environ.get(VARIABLE)
+    """Signal that this process is ready, and wait for its turn; returns at once where there are no turns. Ends this
+    process if the one that gives turns was killed: nobody else would free the GPU."""
+    place, parent = os.environ.get(VARIABLE), os.getppid()
     if place is None:
         return
     (Path(place) / "ready").touch()
     while not (Path(place) / "go").exists():
+        if os.getppid() != parent:
+            raise SystemExit("the process that gives turns has ended")
         time.sleep(POLL)
 
 

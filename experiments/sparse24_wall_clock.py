@@ -174,6 +174,8 @@ def all_in_turns(args: argparse.Namespace) -> None:
     """Every case in a process of its own. FST chooses its sparse products while the others compile."""
     module = [sys.executable, "-m", "experiments.sparse24_quality"]
     beside = [[*module, *shlex.split(arguments)] for arguments in args.beside]
+    if any("--calls" in one for one in beside):
+        raise UserError("--beside takes calls without --calls: the processes of those could not be stopped in time")
     commands = [*beside, *(command(args, case) for case in args.cases)]
     # What is left after all have trained and been evaluated may be spent compiling.
     patience = max(10.0, args.limit - len(args.cases) * (args.seconds + 6.0) - 2.0 * len(beside))

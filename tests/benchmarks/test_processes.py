@@ -74,6 +74,14 @@ def test_who_is_late_is_left_out_and_who_takes_too_long_is_stopped(
     assert log.read_text() == "long begins\n"
 
 
+def test_who_waits_ends_with_the_process_that_gives_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parents = iter([7, 7, 1])
+    monkeypatch.setenv(processes.VARIABLE, str(tmp_path))
+    monkeypatch.setattr(processes.os, "getppid", lambda: next(parents))
+    with pytest.raises(SystemExit, match="has ended"):
+        processes.take_turn()
+
+
 def test_without_turns_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(processes.VARIABLE, raising=False)
     processes.take_turn()
