@@ -30,6 +30,7 @@ from shoestring.kernels.lowbit.few_rows import (
     choose_expert_plan,
     choose_plan,
     digits_of_levels,
+    exact_enough,
     few_rows_cuda,
     few_rows_macros,
     half_sm_launch,
@@ -287,6 +288,10 @@ def test_plans_that_would_fault_do_not_fit() -> None:
     assert not FewRowsPlan(2, 1, 1, 3, split=8, panel=1).fits(layout, 4, 1664), "13 chunks for 8 blocks: one has none"
     assert FewRowsPlan(2, 1, 1, 3, split=4, panel=1).fits(layout, 4, 1664)
     int8_mma = FewRowsPlan(2, 2, int8_mma=1)
+    for bits, dtype, kept in ((4, BF16, 1), (4, torch.float16, 0), (3, torch.float16, 1)):
+        shape = (ChunkLayout(bits, 128, True, 2, False), 3, 4096, 4096)
+        plan = exact_enough(choose_plan(*shape), dtype, *shape, False, False)
+        assert plan.int8_mma == kept and plan.runs(*shape[:2], 4096, False, False, H200)
     assert int8_mma.fits(layout, 4, 1664) and not int8_mma.fits(ChunkLayout(2, 128, True, 2, False), 4, 1664)
     assert not int8_mma.fits(DENSE, 4, 1664) and not FewRowsPlan(2, 2).fits(DENSE, 4, 1600), "half a chunk"
 

@@ -239,6 +239,23 @@ def choose_plan(
     )
 
 
+def exact_enough(
+    plan: FewRowsPlan,
+    dtype: torch.dtype,
+    layout: ChunkLayout,
+    rows: int,
+    out: int,
+    width: int,
+    norm: bool,
+    swiglu: bool,
+    limits: DeviceLimits = H200,
+) -> FewRowsPlan:
+    """The plan, or for fp16 one without 4-bit levels as bytes: integers up to 127 are as exact as bf16 needs."""
+    if dtype == torch.float16 and plan.int8_mma and layout.table and layout.bits == 4:
+        return rule(layout, row_class(rows), out, width, norm, swiglu, limits, level_bytes=False)
+    return plan
+
+
 # -- blocks of two kernels on one SM ---------------------------------------------------------------------------
 # An SM has four partitions with a fourth of its registers each; the warps of a block go to them in turn.
 def more_than_half(limits: DeviceLimits = H200) -> int:
@@ -385,13 +402,12 @@ def few_rows_cuda(
     out32 = out_dtype == torch.float32
     y = torch.empty(rows, out, dtype=out_dtype or x_MK.dtype, device=x_MK.device)
     around = (norm_K is not None, swiglu, residual_1N is not None)
-    plan = plan or choose_plan(layout, rows, tiles * CHUNK_ROWS, width, *around, limits)
-    if plan.int8_mma and layout.table and layout.bits == 4 and x_MK.dtype == torch.float16:
-        # Levels up to 127 are as exact as bf16 needs.
-        plan = rule(layout, row_class(rows), tiles * CHUNK_ROWS, width, *around[:2], limits, level_bytes=False)
+    shape = (layout, rows, tiles * CHUNK_ROWS, width)
+    plan = exact_enough(plan or choose_plan(*shape, *around, limits), x_MK.dtype, *shape, *around[:2], limits)
     if norm_K is not None and not plan.fits(layout, rows, width, True, limits):  # many rows of great width
         x_MK = F.rms_norm(x_MK.float(), (width,), norm_K.float(), eps).to(x_MK.dtype)
-        norm_K, plan = None, choose_plan(layout, rows, tiles * CHUNK_ROWS, width, False, *around[1:], limits)
+        norm_K, plan = None, choose_plan(*shape, False, *around[1:], limits)
+        plan = exact_enough(plan, x_MK.dtype, *shape, False, swiglu, limits)
     norm_K = _readable_norm(norm_K, x_MK)
     norm_dtype = None if norm_K is None else norm_K.dtype
     kernel = _kernel(x_MK.device.index, layout, x_MK.dtype, row_class(rows), plan, norm_dtype, swiglu, out32)
