@@ -124,7 +124,7 @@ def test_strangers_get_little_time_and_no_room(publishing: Publishing, monkeypat
 def test_a_model_of_another_kind_is_refused_by_name(publishing: Publishing) -> None:
     publishing.train(2)
     cases = [
-        (replace(QWEN2, qkv_bias=False, model_type="llama"), "has 'blocks.0.attn.q.bias', which the one served"),
+        (replace(QWEN2, qkv_bias=False, model_type="llama"), "has 'blocks.0.attn.q.bias', which the served model"),
         (replace(QWEN2, qk_norm=True), "has no 'blocks.0.attn.q_norm.weight'"),
         (replace(QWEN2, vocab_size=97), "has shape"),
     ]
