@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -513,3 +514,16 @@ def test_a_model_of_nan_is_one_line(
     assert_one_line_error(cli("eval", broken, "--tasks", task), "log-probabilities are NaN")
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
     assert_one_line_error(cli("chat", broken), "logits are not finite")
+
+
+@pytest.mark.parametrize(("pid", "code"), [(1, 143), (7, -signal.SIGTERM)])
+def test_sigterm_ends_process_1_which_has_no_default_action(pid: int, code: int) -> None:
+    """A test cannot be process 1, but the handler that process 1 needs can be seen by the exit code."""
+    program = f"""
+import os, signal, time
+from shoestring.cli.terminal import obey_sigterm_as_first_process
+obey_sigterm_as_first_process({pid})
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(30)
+"""
+    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == code

@@ -26,6 +26,7 @@ from shoestring.cli.terminal import (
     find_skips,
     help_of_recipe,
     lead,
+    obey_sigterm_as_first_process,
     open_engine,
     read_prompt,
     stoppable,
@@ -711,6 +712,7 @@ def run_cli(argv: list[str] | None = None) -> int:
 
 
 def main() -> None:
+    obey_sigterm_as_first_process(os.getpid())
     code = run_cli()
     sys.stdout.flush()
     sys.exit(code)

@@ -5,6 +5,7 @@ Imports what it needs when it needs it, as the command line does, so that --help
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -194,6 +195,14 @@ def user_lines() -> Any:
             if not interactive:
                 print(f"> {line}")
             yield line
+
+
+def obey_sigterm_as_first_process(pid: int) -> None:
+    """As process 1 (a container without an init), SIGTERM without a handler is ignored. Here it ends the process with
+    the code that a shell gives for it, until something else handles it. Other processes keep the default action, which
+    also ends a process that is inside a library."""
+    if pid == 1:
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))
 
 
 @contextmanager

@@ -7,11 +7,13 @@ import asyncio
 import json
 import math
 import os
+import queue
 import re
 import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import fields
@@ -168,11 +170,39 @@ def test_a_request_that_cannot_be_read_fails_alone() -> None:
     def broken(source: GrammarSource) -> Any:
         raise RuntimeError("a defect of a library")
 
-    thread, grammars = SimpleNamespace(latest=EngineSnapshot()), SimpleNamespace(of=broken)
+    thread = SimpleNamespace(latest=EngineSnapshot())
+    grammars = SimpleNamespace(of=broken, must_compile=lambda source: False)
     HttpProcess(0, engine)._pass_on("add", given, binary, thread, grammars)  # type: ignore[arg-type]
     (((_, *told), rest),) = FrameReader().feed(http.recv(65536))
     report = report_from(told, rest)
     assert report.ended == [7] and report.parts[0][1].error is not None and report.parts[0][1].error.status == 500
+
+
+def test_a_forgotten_grammar_holds_up_no_other_message() -> None:
+    compiles, posted = threading.Event(), queue.SimpleQueue[Any]()
+
+    def compile_slowly(source: GrammarSource) -> Any:
+        assert compiles.wait(30)
+        return lambda: source
+
+    thread = SimpleNamespace(latest=EngineSnapshot(), post=posted.put)
+    grammars = SimpleNamespace(of=compile_slowly, must_compile=lambda source: True)
+    process = HttpProcess(0, socket.socketpair()[0])
+
+    def pass_on(choices: list[PendingChoice]) -> None:
+        given, binary = sent(add_frame(choices))
+        process._pass_on("add", given, binary, thread, grammars)  # type: ignore[arg-type]
+
+    constrained = SamplingWithRules(grammar=GrammarSource("{}"))  # type: ignore[arg-type]
+    pass_on([PendingChoice([1], constrained, id=7), PendingChoice([1], constrained, id=8)])
+    pass_on([PendingChoice([1], SamplingWithRules(), id=9)])
+    process._pass_on("cancel", [[8, 9]], b"", thread, grammars)  # type: ignore[arg-type]
+    kind, (other,) = posted.get(timeout=30)
+    assert kind == "add" and other.id == 9 and posted.get(timeout=30) == ("cancel", [8, 9])
+    compiles.set()
+    kind, late = posted.get(timeout=30)
+    assert kind == "add" and [choice.id for choice in late] == [7, 8]
+    assert posted.get(timeout=30) == ("cancel", [8])  # the engine did not know it when it was cancelled
 
 
 def test_an_http_process_that_ended_badly_is_named() -> None:

@@ -312,6 +312,12 @@ def add_from(
     return choices
 
 
+def grammar_sources(given: Sequence[Any]) -> list[GrammarSource]:
+    """What `add_from` will ask grammars for."""
+    sources = [fields.get("sampling", {}).get("grammar") for fields, _ in given[0]]
+    return [GrammarSource(**source) for source in sources if source is not None]
+
+
 def _sampling_json(sampling: SamplingWithRules) -> dict[str, Any]:
     fields = {name: getattr(sampling, name) for name in _PLAIN}
     fields["shown_special"] = sorted(sampling.shown_special)

@@ -53,6 +53,7 @@ from shoestring.serve.http.engine_messages import (
     error_from,
     error_json,
     frame,
+    grammar_sources,
     report_frame,
     report_from,
 )
@@ -81,6 +82,10 @@ class HttpProcess:
     def __init__(self, pid: int, connection: socket.socket) -> None:
         self._pid, self._connection = pid, connection
         self._sending = threading.Lock()  # the engine's thread and others send
+        self._compiling = threading.Lock()  # one grammar at a time
+        self._late_lock = threading.Lock()  # guards the two sets
+        self._late: set[int] = set()  # texts that wait for a grammar before they are added
+        self._late_and_left: set[int] = set()  # of those, the ones that were cancelled meanwhile
         self._told_to_stop = False
         self._ended: str | None = None  # how
 
@@ -189,21 +194,48 @@ class HttpProcess:
         self, kind: str, given: list[Any], binary: bytes, engine_thread: EngineThread, grammars: GrammarCache
     ) -> None:
         if kind == "add":
-            try:
-                engine_thread.post(("add", add_from(given, binary, grammars.of)))
-            except Exception as error:  # e.g. a grammar that was compiled, forgotten, and now takes too long
-                ids = [fields["id"] for fields, _ in given[0]]
-                parts = [(number, ChoiceDelta(error=_for_client(error))) for number in ids]
-                self._send(report_frame(Report(parts=parts, ended=ids, snapshot=engine_thread.latest)))
+            if any(grammars.must_compile(source) for source in grammar_sources(given)):
+                # Compiled before, and forgotten since. Other messages are read meanwhile.
+                ids = {fields["id"] for fields, _ in given[0]}
+                with self._late_lock:
+                    self._late |= ids
+                late = (ids, given, binary, engine_thread, grammars)
+                threading.Thread(target=self._add_late, args=late, daemon=True).start()
+            else:
+                self._add(given, binary, engine_thread, grammars)
         elif kind == "cancel":
+            with self._late_lock:
+                self._late_and_left |= self._late.intersection(given[0])
             engine_thread.post(("cancel", given[0]))
         elif kind == "abort":
+            with self._late_lock:
+                self._late_and_left |= self._late
             engine_thread.post(("abort", error_from(given[0])))
         elif kind == "rejected":
             engine_thread.count_rejected()
         else:  # at most one of each kind at a time: the HTTP side has one thread for each
             work = engine_thread.metrics_text if kind == "metrics" else lambda: grammars.of(GrammarSource(**given[1]))
             threading.Thread(target=self._answer, args=(given[0], work), daemon=True).start()
+
+    def _add(self, given: list[Any], binary: bytes, engine_thread: EngineThread, grammars: GrammarCache) -> None:
+        try:
+            engine_thread.post(("add", add_from(given, binary, grammars.of)))
+        except Exception as error:  # e.g. a grammar that was compiled, forgotten, and now takes too long
+            ids = [fields["id"] for fields, _ in given[0]]
+            parts = [(number, ChoiceDelta(error=_for_client(error))) for number in ids]
+            self._send(report_frame(Report(parts=parts, ended=ids, snapshot=engine_thread.latest)))
+
+    def _add_late(
+        self, ids: set[int], given: list[Any], binary: bytes, engine_thread: EngineThread, grammars: GrammarCache
+    ) -> None:
+        with self._compiling:
+            self._add(given, binary, engine_thread, grammars)
+        with self._late_lock:
+            left = self._late_and_left & ids
+            self._late -= ids
+            self._late_and_left -= ids
+        if left:  # the engine did not know them when this was said first
+            engine_thread.post(("cancel", sorted(left)))
 
     def _answer(self, ticket: int, work: Callable[[], Any]) -> None:
         error, found = None, None
