@@ -78,6 +78,7 @@ def test_prepared_trained_and_timed_by_three_calls(tmp_path: Path, monkeypatch: 
         ("AdaSPEC, 2.5x batch", "equal compute"),
         ("LK", "more steps"),
         ("n-gram, then LK", "more steps"),
+        ("n-gram of 4, then LK", "more steps"),
     }
     assert all(n["ratio"] is None and 0 <= n["quality"]["sampled_acceptance"] <= 1 for n in lines)
     assert drafter.table().count("\n| AdaSPEC |") == 2 and drafter.batches() == "Not measured yet."
