@@ -90,6 +90,7 @@ CASES = [
     ("int3:g128", 16, 64, 2048, FewRowsPlan(2, 2, 1, 4, panel=4), "residual bias", BF16),
     ("int4:g128", 9, 64, 1280, FewRowsPlan(2, 1, 2, 3, panel=3), "", BF16),
     ("fp4:s1:g32", 7, 32, 544, FewRowsPlan(2, 3, 1, 3, panel=6), "swiglu bias", BF16),
+    ("nf2:s2:g32", 2, 48, 544, FewRowsPlan(2, 2, 1, 3), "residual", BF16),
     ("int3:g32", 6, 48, 800, FewRowsPlan(1, 3, 2, 5, int8_mma=1), "norm residual bias", FP32),
     ("int2:g128", 4, 64, 1024, FewRowsPlan(2, 2, 1, 3, int8_mma=1), "residual", BF16),
     ("int4:g128", 8, 64, 1280, FewRowsPlan(2, 1, 2, 3, int8_mma=1), "", BF16),
@@ -118,7 +119,7 @@ CASES = [
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 @pytest.mark.parametrize(
     "case",
-    [c if i in (1, 5, 9) else pytest.param(c, marks=pytest.mark.slow) for i, c in enumerate(CASES)],
+    [c if i in (1, 8, 10) else pytest.param(c, marks=pytest.mark.slow) for i, c in enumerate(CASES)],
     ids=lambda c: f"{c[0]}-{c[1]}rows",
 )
 def test_kernel_source_runs_right_on_the_cpu(case: tuple, tmp_path: Path) -> None:

@@ -48,8 +48,8 @@ struct Digits {
 
 // Codes as bytes at their place in a word, for 32 inputs from 32 i on: row g, row g + 8 (BYTE_RS times too large), the same for
 // the other 16 inputs.
-#if DENSE
-// no codes
+#if DENSE || (TABLE && BITS == 2)
+// no codes, or levels that are not used as bytes
 #elif TABLE
 // Levels as bytes: those below zero without their sign, and those above; 0 in place of the others. `levels`: eight bytes of each,
 // by code. With 4 bits they are below 128, so that the code's highest bit, as the highest of a selector, makes them 0.
