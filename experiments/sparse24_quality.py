@@ -15,6 +15,7 @@ dense. Each row is evaluated as it is delivered: FST dense after its last sixth,
 FST and S-STE have the MVUE weight gradient, and in rows that say so the exact one, which is without MVUE's noise.
 SR-STE's published form is "SR-STE exact"; with MVUE it differs from the others in the weights alone. Its decay is the
 published 2e-4, FST's is found by its controller, after a probe; --decay sets both, without a probe, and rows name it.
+With --dense-start FST is dense in its warm-up all the same, so that such a row differs in the decay alone.
 "FST 1x4" holds masks of two of four along a row, which need not be transposable. "FP8" is dense with the products of
 the feed-forward layers in FP8 (a scale per tensor, E4M3 forward, E5M2 gradients), evaluated in bf16; "S-STE FP8" is
 S-STE's form of it. "FST FP8 gradient" has a dense FP8 product for the weight gradient where FST has MVUE's sparse one.
@@ -24,7 +25,8 @@ bit. With --patience a row also stops when its pace shows that it will not finis
 GPU from rows that will. With --turn rows of two concurrent calls train one at a time, and compile and evaluate
 meanwhile. Finished rows are recorded one by one; --missing leaves them out. One seed for every row, three for dense and
 FST. --calls is a file with the arguments of one call a line, which are added to those given; --at-once of these calls
-run side by side, in this order, each in a process of its own.
+run side by side, in this order, each in a process of its own; one at a time they share a process, which saves half a
+minute a call.
 
 gpt2-124m-short is the same with a quarter of the tokens, for comparing settings; no table of the method page shows it.
 gpt2-124m is GPT-2's small shape (12 blocks of width 768) with a vocabulary of 8,192, which is enough for Python: 92M
@@ -79,7 +81,9 @@ from shoestring.train.sparse24 import (
     MaskedDecay,
     MaskRefresh,
     NoiseClock,
+    end_dense_phase,
     sparse_layers,
+    start_dense_phase,
 )
 from shoestring.train.step import Hook, Run
 from shoestring.train.trainer import train
@@ -112,6 +116,7 @@ class Size:
     finish: float = FINISH  # part of the steps in which FST is dense and the rate of wsd falls
     dense: float | None = None  # part of the steps in which FST is dense, where it differs from `finish`
     decay: float | None = None  # of masked weights; None: FST's is found, SR-STE's as published
+    dense_start: bool = False  # FST with a given decay is dense in the warm-up, too
 
     def rate(self) -> Schedule:
         """The learning rate by step."""
@@ -224,6 +229,30 @@ class Deadline(Hook):
         if not self.reason:
             self.reason = reason
             signal.raise_signal(signal.SIGINT)
+
+
+class DenseStart(Hook):
+    """Layers compute densely until step `until`; then they are pruned by their first masks."""
+
+    def __init__(self, model: nn.Module, until: int) -> None:
+        self.model, self.until, self.done = model, until, False
+        start_dense_phase(model)
+
+    def after_step(self, run: Run) -> None:
+        if run.step >= self.until and not self.done:
+            self._end()
+            MaskRefresh(1).refresh(run)
+
+    def _end(self) -> None:
+        self.done = True
+        end_dense_phase(self.model)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"done": self.done}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["done"]:
+            self._end()
 
 
 class Turn(Hook):
@@ -346,8 +375,10 @@ def make_hooks(case: str, size: Size, model: nn.Module, seed: int) -> list[Hook]
     if case.startswith("FST"):
         dense = size.finish if size.dense is None else size.dense
         decay, finish = MaskedDecay(size.decay or 0.0), size.steps - round(dense * size.steps)
-        servo = [FlipController(model, meter, decay, probe=size.warmup)] if size.decay is None else []
-        return [clock, meter, MaskRefresh(size.refresh), decay, *servo, DenseFinish(model, at=finish)]
+        begin: list[Hook] = [DenseStart(model, until=size.warmup)] if size.dense_start else []
+        if size.decay is None:
+            begin = [FlipController(model, meter, decay, probe=size.warmup)]
+        return [clock, meter, MaskRefresh(size.refresh), decay, *begin, DenseFinish(model, at=finish)]
     if case.startswith("S-STE"):
         return [clock, meter]
     if case.startswith("SR-STE"):
@@ -385,7 +416,7 @@ def dense_loss(config: dict[str, Any]) -> float | None:
     """The loss of the newest dense line with the same settings; rows may be measured in several calls."""
 
     def shared(config: dict[str, Any]) -> dict[str, Any]:
-        return {k: v for k, v in config.items() if k not in ("d_ff", "decay", "finish", "dense", "lr")}
+        return {k: v for k, v in config.items() if k not in ("d_ff", "decay", "dense_start", "finish", "dense", "lr")}
 
     def same(line: dict[str, Any]) -> bool:
         return shared(line["config"]) == shared(config)
@@ -407,7 +438,7 @@ def rows_of(asked: list[str] | None, cases: list[str] | None, seeds: list[int]) 
     return rows
 
 
-def main() -> None:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=tuple(SIZES), default="cpu")
     parser.add_argument("--seeds", type=int, nargs="*", default=[0])
@@ -435,14 +466,14 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=1, help="how many of these calls run side by side")
     parser.add_argument("--finish", type=float, default=FINISH, help="dense part of FST, and of wsd's falling rate")
     parser.add_argument("--dense-for", type=float, help="dense part of FST, where the rate does not fall all the while")
+    parser.add_argument("--dense-start", action="store_true", help="FST is dense in its warm-up, with --decay, too")
     parser.add_argument("--decay", type=float, help="of the masked weights of SR-STE and FST, fixed")
-    args = parser.parse_args()
-    ends = time.perf_counter() + args.seconds
-    torch._dynamo.config.recompile_limit = 256  # rows of one call compile the same code with other formats
-    if args.pace is not None and args.pace <= 2 * WARM + 1:
-        raise UserError(f"--pace {args.pace} leaves no step to time: use {2 * WARM + 2} or more")
-    rows = rows_of(args.rows, args.cases, args.seeds)
+    return parser
+
+
+def size_of(args: argparse.Namespace) -> Size:
     size = replace(SIZES[args.size], schedule=args.schedule, finish=args.finish, dense=args.dense_for)
+    size = replace(size, dense_start=args.dense_start)
     if args.lr is not None:
         size = replace(size, lr=args.lr)
     if args.batch is not None:
@@ -453,10 +484,22 @@ def main() -> None:
         size = replace(size, steps=args.steps, warmup=min(size.warmup, max(4, args.steps // 6)))
     if args.refresh is not None:
         size = replace(size, refresh=args.refresh)
+    if args.dense_start and args.decay is None:
+        raise UserError("--dense-start is for rows with --decay: the controller has one without it")
     if args.decay is not None:
         if not 0 <= args.decay < math.inf:
             raise UserError(f"--decay {args.decay} is not possible: use 0 or more, {DECAY} is SR-STE's own")
         size = replace(size, decay=args.decay)
+    return size
+
+
+def main() -> None:
+    args = make_parser().parse_args()
+    ends = time.perf_counter() + args.seconds
+    torch._dynamo.config.recompile_limit = 256  # rows of one call compile the same code with other formats
+    if args.pace is not None and args.pace <= 2 * WARM + 1:
+        raise UserError(f"--pace {args.pace} leaves no step to time: use {2 * WARM + 2} or more")
+    size = size_of(args)
     if args.corpus:
         corpus = open_prepared(args.corpus)
     else:
@@ -464,13 +507,19 @@ def main() -> None:
         corpus = tokenize_corpus("python", tokenizer=None, vocab_size=size.vocab_size, max_bytes=limit)
     print(f"{len(corpus.train):,} training tokens, corpus {corpus.train.fingerprint[:8]}", flush=True)
     if args.calls is not None:
-        run_calls(args.calls, args.at_once, ends)
-        return
-    if args.pace is not None:
-        paces(rows, size, corpus, args.pace)
-        return
+        run_calls(args.calls, args.at_once, corpus, ends)
+    elif args.pace is not None:
+        paces(rows_of(args.rows, args.cases, args.seeds), size, corpus, args.pace)
+    else:
+        run_rows(args, corpus, ends)
+        take_turn()  # benchmarks.processes: the others' turns begin when these rows are done
+
+
+def run_rows(args: argparse.Namespace, corpus: Corpus, ends: float) -> None:
+    """Train the rows of one call, one by one, and record them."""
+    size = size_of(args)
     with tempfile.TemporaryDirectory() as temp:
-        for case, seed in rows:
+        for case, seed in rows_of(args.rows, args.cases, args.seeds):
             config = config_of(case, args.size, size, corpus, seed)
             label = label_of(case, size, args.refresh, args.lr)
             if args.missing and is_known(label, config):
@@ -489,10 +538,9 @@ def main() -> None:
                       flush=True)  # fmt: skip
                 continue
             save(label, config, found, eval_batches(corpus, size) * size.batch * size.context)
-    take_turn()  # benchmarks.processes: the others' turns begin when these rows are done
 
 
-def run_calls(path: Path, at_once: int, ends: float) -> None:
+def run_calls(path: Path, at_once: int, corpus: Corpus, ends: float) -> None:
     """The calls of a file, each with this call's other arguments, so many side by side, until the time is over."""
     given = without_options(sys.argv[1:], "--calls", "--at-once", "--seconds")
     lines = [shlex.split(line, comments=True) for line in path.read_text(encoding="utf-8").splitlines()]
@@ -501,18 +549,36 @@ def run_calls(path: Path, at_once: int, ends: float) -> None:
         left = ends - time.perf_counter()
         if left <= 0:
             print(f"left out, the time is over: {shlex.join(own)}", flush=True)
-            return
-        command = [sys.executable, "-m", "experiments.sparse24_quality", *given, *own, "--seconds", f"{left:.0f}"]
-        try:
-            code = subprocess.run(command, env=child_environment(), timeout=left + GRACE, check=False).returncode
-        except subprocess.TimeoutExpired:  # it hangs; the others need the GPU
-            print(f"stopped {GRACE:.0f} s after its time: {shlex.join(own)}", flush=True)
-            return
-        if code:
-            print(f"failed with exit code {code}: {shlex.join(own)}", flush=True)
+        elif at_once == 1:
+            call_here([*given, *own], corpus, ends)
+        else:
+            call_child([*given, *own], left)
 
+    calls = [own for own in lines if own]
+    if at_once == 1:  # not in a thread: a row is stopped by a signal
+        for own in calls:
+            call(own)
+        return
     with ThreadPoolExecutor(at_once) as pool:
-        list(pool.map(call, [own for own in lines if own]))
+        list(pool.map(call, calls))
+
+
+def call_here(arguments: Sequence[str], corpus: Corpus, ends: float) -> None:
+    try:
+        run_rows(make_parser().parse_args(arguments), corpus, ends)
+    except RuntimeError as error:  # no memory, for one; the next call may need less
+        print(f"failed with {error}: {shlex.join(arguments)}", flush=True)
+
+
+def call_child(arguments: Sequence[str], seconds: float) -> None:
+    command = [sys.executable, "-m", "experiments.sparse24_quality", *arguments, "--seconds", f"{seconds:.0f}"]
+    try:
+        code = subprocess.run(command, env=child_environment(), timeout=seconds + GRACE, check=False).returncode
+    except subprocess.TimeoutExpired:  # it hangs; the others need the GPU
+        print(f"stopped {GRACE:.0f} s after its time: {shlex.join(arguments)}", flush=True)
+        return
+    if code:
+        print(f"failed with exit code {code}: {shlex.join(arguments)}", flush=True)
 
 
 def without_options(arguments: Sequence[str], *names: str) -> list[str]:
@@ -538,7 +604,9 @@ def label_of(case: str, size: Size, refresh: int | None, lr: float | None = None
         case = f"{case}, finish {size.finish:.2g}"
     if size.dense is not None and case.startswith("FST"):
         case = f"{case}, dense for {size.dense:.2g}"
-    return f"{case}, decay {size.decay:g}" if has_other_decay(case, size) else case
+    if has_other_decay(case, size):
+        case = f"{case}, decay {size.decay:g}"
+    return f"{case}, dense start" if size.dense_start and case.startswith("FST") else case
 
 
 def has_other_decay(case: str, size: Size) -> bool:
@@ -563,6 +631,7 @@ def config_of(case: str, name: str, size: Size, corpus: Corpus, seed: int) -> di
         **({} if size.finish == FINISH else {"finish": size.finish}),
         **({} if size.dense is None or not case.startswith("FST") else {"dense": size.dense}),
         **({"decay": size.decay} if has_other_decay(case, size) else {}),  # nor what was published
+        **({"dense_start": True} if size.dense_start and case.startswith("FST") else {}),
     }  # fmt: skip
 
 

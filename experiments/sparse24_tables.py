@@ -28,8 +28,8 @@ SHORT_NAMES = {
     "S-STE FP8": "S-STE (MVUE) in FP8",
 }  # fmt: skip
 WHOLE, HALF = 700, 350  # steps of the short runs
-RATES = (3e-4, 6e-4, 1.2e-3)
 SWEPT = ("dense", "FST exact", "SR-STE exact", "S-STE exact")
+Pairs = list[tuple[dict[str, Any], dict[str, Any]]]  # of a run and the dense run that it is compared with
 NOTHING = "No row has been finished yet."
 SPARSE = ("SR-STE", "SR-STE exact", "S-STE", "S-STE exact", "S-STE FP8")  # delivered as 2:4; the others are dense
 
@@ -70,7 +70,7 @@ def short() -> str:
     return markdown(header, rows) + provenance([*shown, *steps])
 
 
-def pairs_of(runs: list[dict[str, Any]], lines: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+def pairs_of(runs: list[dict[str, Any]], lines: list[dict[str, Any]]) -> Pairs:
     """Each run with the dense line of its seed and schedule, where there is one."""
 
     def key(line: dict[str, Any]) -> tuple[int, float | None]:
@@ -80,7 +80,7 @@ def pairs_of(runs: list[dict[str, Any]], lines: list[dict[str, Any]]) -> list[tu
     return [(n, dense[key(n)]) for n in runs if key(n) in dense]
 
 
-def gap_over_seeds(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> str:
+def gap_over_seeds(pairs: Pairs) -> str:
     """Mean distance from dense rows of the same seed, and its range over seeds."""
     gaps = [100 * (a["value"] / b["value"] - 1) for a, b in pairs]
     spread = f" ({min(gaps):+.2f} to {max(gaps):+.2f})" if len(gaps) > 1 else ""
@@ -94,66 +94,131 @@ def repeated_table() -> str:
 
 def short_run_table() -> str:
     """Rows of GPT-2's shape on a quarter of the tokens: what is worth a long run."""
-    return table_of(lines_of(SHORT, schedule=WSD, steps=WHOLE))
+    return table_of(at_the_usual_rate(lines_of(SHORT, schedule=WSD, steps=WHOLE)))
 
 
 def half_run_table() -> str:
     """Rows on an eighth of the tokens, at the usual rate."""
-    return table_of([n for n in lines_of(SHORT, schedule=WSD, steps=HALF) if ", rate " not in n["case"]])
+    return table_of(at_the_usual_rate(lines_of(SHORT, schedule=WSD, steps=HALF)))
+
+
+def at_the_usual_rate(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [n for n in lines if ", rate " not in n["case"]]
 
 
 def rate_table() -> str:
-    """Validation losses by learning rate; methods are compared at the best rate of each."""
-    lines = lines_of(SHORT, schedule=WSD, steps=HALF)
-    found = {(n["case"].split(", rate ")[0], n["config"]["lr"]): n for n in lines if n["config"]["seed"] == 0}
-    best: dict[str, float] = {}
-    rows = []
-    for case in SWEPT:
-        losses = [found[case, lr]["value"] if (case, lr) in found else None for lr in RATES]
-        known = [loss for loss in losses if loss is not None]
-        if not known:
-            continue
-        best[case] = min(known)
-        against = f"{100 * (best[case] / best['dense'] - 1):+.2f}%" if "dense" in best and case != "dense" else ""
-        cells = ["" if x is None else f"**{x:.4f}**" if x == best[case] else f"{x:.4f}" for x in losses]
-        rows.append([SHORT_NAMES.get(case, case), *cells, against])
-    if not rows:
+    """Validation losses by learning rate after an eighth of the tokens."""
+    return rates_of(lines_of(SHORT, schedule=WSD, steps=HALF))
+
+
+def longer_rate_table() -> str:
+    """The same after a quarter of the tokens."""
+    return rates_of(lines_of(SHORT, schedule=WSD, steps=WHOLE))
+
+
+def at_rates(lines: list[dict[str, Any]]) -> dict[str, dict[float, list[dict[str, Any]]]]:
+    """Lines that differ in nothing but rate and seed, by case and rate, seeds in their order."""
+    found: dict[str, dict[float, list[dict[str, Any]]]] = {}
+    for line in sorted(lines, key=lambda n: n["config"]["seed"]):
+        case, lr = line["case"].split(", rate ")[0], line["config"]["lr"]
+        if case in CASES and line["case"] in (case, f"{case}, rate {lr:g}"):
+            found.setdefault(case, {}).setdefault(lr, []).append(line)
+    return found
+
+
+def best_of(rates: dict[float, list[dict[str, Any]]]) -> float:
+    """The rate with the lowest loss in the first seed: later seeds were trained at that rate alone, so a mean over them
+    would compare rates by other seeds."""
+    return min(rates, key=lambda lr: rates[lr][0]["value"])
+
+
+def best_pairs(found: dict[str, dict[float, list[dict[str, Any]]]], case: str) -> Pairs:
+    """Runs of a case at its best rate with the dense runs of the same seeds at dense's."""
+    dense = {n["config"]["seed"]: n for n in found["dense"][best_of(found["dense"])]}
+    runs = found[case][best_of(found[case])]
+    return [(n, dense[n["config"]["seed"]]) for n in runs if n["config"]["seed"] in dense]
+
+
+def rates_of(lines: list[dict[str, Any]]) -> str:
+    """Losses of the first seed by rate; methods are compared at the best rate of each, seed by seed."""
+    found = {case: rates for case, rates in at_rates(lines).items() if case in SWEPT and 0 in seeds_of(rates)}
+    if "dense" not in found:
         return NOTHING
-    header = ["validation loss at rate", *(f"{lr:g}" for lr in RATES), "best against dense's best"]
-    shown = [n for (case, _), n in found.items() if case in SWEPT]
+    columns = sorted({lr for rates in found.values() for lr in rates})
+    rows = []
+    for case in (case for case in SWEPT if case in found):
+        best = best_of(found[case])
+        cells = [f"{found[case][lr][0]['value']:.4f}" if lr in found[case] else "" for lr in columns]
+        cells[columns.index(best)] = f"**{cells[columns.index(best)]}**"
+        pairs = best_pairs(found, case)
+        rows.append([SHORT_NAMES.get(case, case), *cells, gap_over_seeds(pairs) if case != "dense" else "",
+                     str(len(pairs))])  # fmt: skip
+    header = ["validation loss at rate", *(f"{lr:g}" for lr in columns), "best against dense's best", "seeds of that"]
+    shown = [n for case in found for runs in found[case].values() for n in runs]
     return markdown(header, rows) + provenance(shown)
 
 
+def seeds_of(rates: dict[float, list[dict[str, Any]]]) -> set[int]:
+    """Seeds that every rate has."""
+    return set.intersection(*({n["config"]["seed"] for n in runs} for runs in rates.values()))
+
+
+def settings_table() -> str:
+    """FST with other settings after an eighth of the tokens, beside FST as it ships and dense at its best rate."""
+    lines = lines_of(SHORT, schedule=WSD, steps=HALF)
+    found = at_rates(lines)
+    if not {"dense", "FST exact"} <= set(found):
+        return NOTHING
+    dense, plain = found["dense"][best_of(found["dense"])][0], found["FST exact"]
+    others = [n for n in lines if n["case"].startswith("FST") and n["config"]["seed"] == dense["config"]["seed"]]
+    rows = []
+    for n in sorted(others, key=lambda n: (n["config"]["lr"], n["case"] != usual_name(n), n["case"])):
+        shipped = [m for m in plain.get(n["config"]["lr"], []) if m["config"]["seed"] == n["config"]["seed"]]
+        case, *settings = n["case"].replace(f", rate {n['config']['lr']:g}", "").split(", ")
+        named = ", ".join([SHORT_NAMES.get(case, case), *settings])
+        decay = n["quality"]["masked_decay"]
+        beside = [(n, m) for m in shipped if m is not n]
+        rows.append([named, f"{n['config']['lr']:g}", "" if decay is None else f"{decay:.1e}", f"{n['value']:.4f}",
+                     gap_of([(n, dense)]), gap_of(beside) if beside else ""])  # fmt: skip
+    header = ["", "rate", "decay at the end", "validation loss", "against dense's best", "against FST at this rate"]
+    return markdown(header, rows) + provenance([dense, *others])
+
+
+def usual_name(line: dict[str, Any]) -> str:
+    """What FST is called with the rate of a line and nothing else changed."""
+    return f"FST exact, rate {line['config']['lr']:g}" if ", rate " in line["case"] else "FST exact"
+
+
 def wall_clock_lines() -> list[dict[str, Any]]:
-    """Lines of width 2,048 with the settings of the newest one."""
+    """Lines of width 2,048 with the settings of the newest one, at all rates."""
 
     def settings(line: dict[str, Any]) -> dict[str, Any]:
-        return {k: v for k, v in line["config"].items() if k not in ("d_ff", "seed")}
+        return {k: v for k, v in line["config"].items() if k not in ("d_ff", "seed", "lr", "dense_start")}
 
     lines = [n for n in newest(WALL_CLOCK) if n["config"]["d_model"] == 2048]
     return [n for n in lines if settings(n) == settings(lines[-1])]
 
 
 def wall_clock() -> str:
-    """Variants of one width that trained for the same seconds; a ratio above 1 is better than dense."""
-    lines = wall_clock_lines()
-    if not lines:
+    """Variants of one width that trained for the same seconds, each compared with dense at dense's best rate."""
+    found = at_rates(wall_clock_lines())
+    if "dense" not in found:
         return NOTHING
+    best = found["dense"][best_of(found["dense"])]
     rows = []
     for case in ("dense", "FP8", "FST", "FST exact", "half-width"):
-        runs = [n for n in lines if n["case"] == case]
-        if not runs:
-            continue
-        pairs = pairs_of(runs, lines)
-        tokens = [n["quality"]["tokens"] for n in runs]
-        more = [a["quality"]["tokens"] / b["quality"]["tokens"] for a, b in pairs]
-        rows.append([
-            SHORT_NAMES.get(case, case), f"{statistics.mean(n['value'] for n in runs):.4f}",
-            gap_of(pairs) if pairs and case != "dense" else "", f"{statistics.mean(tokens) / 1e6:.1f}M",
-            f"{statistics.mean(more):.2f}x" if more else "", str(len(runs)),
-        ])  # fmt: skip
-    header = ["", "validation loss", "against dense", "tokens seen", "tokens against dense", "seeds"]
-    return markdown(header, rows) + provenance(lines)
+        for lr, runs in sorted(found.get(case, {}).items()):
+            pairs = [(n, m) for n in runs for m in best if m["config"]["seed"] == n["config"]["seed"] and m is not n]
+            tokens = [n["quality"]["tokens"] for n in runs]
+            more = statistics.mean(tokens) / statistics.mean(m["quality"]["tokens"] for m in best)
+            at_once = case.startswith("FST") and "dense_start" not in runs[0]["config"]
+            rows.append([
+                SHORT_NAMES.get(case, case) + (", sparse at once" if at_once else ""), f"{lr:g}",
+                f"{statistics.mean(n['value'] for n in runs):.4f}",
+                gap_of(pairs) if pairs else "", f"{statistics.mean(tokens) / 1e6:.1f}M", f"{more:.2f}x", str(len(runs)),
+            ])  # fmt: skip
+    header = ["", "rate", "validation loss", "against dense's best", "tokens seen", "tokens against that", "seeds"]
+    return markdown(header, rows) + provenance(wall_clock_lines())
 
 
 def smoke_table() -> str:
@@ -167,7 +232,8 @@ def lines_of(
     more than once; `steps`: only lines of so many."""
 
     def settings(line: dict[str, Any]) -> dict[str, Any]:
-        return {k: v for k, v in line["config"].items() if k not in ("seed", "d_ff", "decay", "finish", "dense", "lr")}
+        own = ("seed", "d_ff", "decay", "dense_start", "finish", "dense", "lr")
+        return {k: v for k, v in line["config"].items() if k not in own}
 
     def read_again(config: dict[str, Any]) -> bool:
         # The oldest lines have no length of their text, which was short.
@@ -213,7 +279,7 @@ def _mean(rates: list[float | None], digits: int) -> str:
     return f"{statistics.mean(known):.{digits}f}" if known else ""
 
 
-def gap_of(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> str:
+def gap_of(pairs: Pairs) -> str:
     """Distance from dense rows of the same seed, in percent, with its standard error over the parts of the validation
     text where the lines have them."""
     gap = statistics.mean(a["value"] / b["value"] - 1 for a, b in pairs)

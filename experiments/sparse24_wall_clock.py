@@ -1,18 +1,21 @@
 """2:4 pre-training at equal wall clock: dense, dense FP8, FST and half the feed-forward width, at width 2,048.
 
     python -m experiments.sparse24_wall_clock --seconds 38 --limit 262      an H200, alone on it
+    ... --cases dense FST --lr 8e-4 --seconds 38 --limit 130                another rate, a part of the variants
     python -m experiments.sparse24_wall_clock --size tiny --seconds 3       any machine; records nothing of use
 
 Every variant trains for the same seconds on the same text, in the same order, with the same rate: a warm-up, then
-constant, then linear to zero over the last sixth, all by the clock. So a faster variant sees more tokens. FST is
-sparse from the first step (a fixed decay, no probe) and dense for the last sixth of the time, in which it is no faster
-than dense. Sparse products run sparse where that was measured to be faster; passes are CUDA graphs in every variant.
+constant, then linear to zero over the last sixth, all by the clock. So a faster variant sees more tokens. FST is dense
+in the warm-up, as the recipe is, has a fixed decay, and is dense for the last sixth of the time; in both it is no
+faster than dense. Sparse products run sparse where that was measured to be faster; passes are CUDA graphs in every
+variant.
 
 --beside "ARGUMENTS" is a call of sparse24_quality whose rows train while the variants compile; it is stopped before the
 first variant trains.
 
 Not in the seconds: choosing sparse products, compiling, capturing the first graph, evaluating. In them: new masks,
-decay, FST's second capture when it becomes dense. Variants compile side by side and then train one by one, each alone
+decay, FST's further captures when it becomes sparse and dense. FST chooses its products before any other variant uses
+the GPU, because choices beside other work were bad. Then variants compile side by side and train one by one, each alone
 on the GPU (benchmarks/processes.py).
 """
 
@@ -25,6 +28,7 @@ import statistics
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +37,7 @@ import torch
 from benchmarks.processes import run_in_turns, take_turn
 from benchmarks.results import record
 from experiments.python_corpus import open_prepared
-from experiments.sparse24_quality import LLAMA_TINY, Size, build, thinned, validation_losses
+from experiments.sparse24_quality import LLAMA_TINY, DenseStart, Size, build, thinned, validation_losses
 from experiments.sparse24_tables import WALL_CLOCK
 from experiments.time_budget import OutOfTime, TimeBudget
 from shoestring.errors import UserError, as_command
@@ -58,6 +62,7 @@ CASES = ("dense", "FST", "FP8", "half-width", "FST exact")
 WARMUP, FINISH = 1 / 20, 1 / 6  # parts of the time
 DECAY = 6e-5  # of masked weights, as published for FST
 ENDLESS = 1 << 30  # steps; the clock ends a run
+TUNING = 45.0  # seconds that variants wait for FST's choice of products
 LOG_EVERY = 10  # steps; reading the loss also keeps the host's clock within these of the GPU's
 LLAMA_2048 = {
     "d_model": 2048, "num_layers": 4, "num_heads": 32, "num_kv_heads": 32, "head_dim": 64, "d_ff": 8192,
@@ -75,19 +80,22 @@ def rate_at(spent: float, lr: float) -> float:
 
 def make_hooks(case: str, size: Size, run: Run, seed: int, seconds: float, finish: DenseFinish) -> list[Hook]:
     """TimeBudget comes last: it ends the training."""
+    start = DenseStart(run.model, until=ENDLESS) if case.startswith("FST") else None
 
     def follow_clock(run: Run, spent: float) -> None:
         set_lr(run.optimizer, rate_at(spent, size.lr))
+        if start is not None and spent >= WARMUP:
+            start.until = min(start.until, run.step)
         if spent >= 1 - FINISH:
             finish.at = min(finish.at, run.step)
         if run.step % LOG_EVERY == LOG_EVERY - 1:
             run.log.log(run.step + 1, elapsed=spent * seconds)
 
     budget = TimeBudget(size.steps, seconds, follow_clock)
-    if not case.startswith("FST"):
+    if start is None:
         return [budget]
     clock = NoiseClock(run.model, seed=seed, tokens_per_step=size.batch * size.context)
-    return [clock, MaskRefresh(size.refresh), MaskedDecay(DECAY), finish, budget]
+    return [clock, MaskRefresh(size.refresh), MaskedDecay(DECAY), start, finish, budget]
 
 
 def rehearse(run: Run, micros: list[Any], sparse: bool) -> None:
@@ -105,8 +113,20 @@ def rehearse(run: Run, micros: list[Any], sparse: bool) -> None:
     run.optimizer.zero_grad()
 
 
-def measure(case: str, size: Size, corpus: Corpus, seed: int, seconds: float) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(config, what was found) of one variant, trained for `seconds` after its turn has come."""
+def wait_for(file: Path, seconds: float) -> None:
+    """Until the file is there, but no longer than that."""
+    ends = time.monotonic() + seconds
+    while not file.exists() and time.monotonic() < ends:
+        time.sleep(0.1)
+
+
+def measure(
+    case: str, size: Size, corpus: Corpus, seed: int, seconds: float, tuned: Path | None = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(config, what was found) of one variant, trained for `seconds` after its turn has come. The file `tuned` appears
+    when FST has chosen its products; the others do not touch the GPU before."""
+    if tuned is not None and not case.startswith("FST"):
+        wait_for(tuned, TUNING)
     began = time.perf_counter()
     run, data = build(case, size, corpus, seed, None)
     sparse = case.startswith("FST")
@@ -114,6 +134,8 @@ def measure(case: str, size: Size, corpus: Corpus, seed: int, seconds: float) ->
         start_dense_phase(run.model)
     if sparse:
         tune_products(run.model, size.micro * size.context, torch.bfloat16)
+        if tuned is not None:
+            tuned.touch()
     rehearse(run, data.step(0), sparse)
     finish = DenseFinish(run.model, at=ENDLESS)
     hooks = make_hooks(case, size, run, seed, seconds, finish)
@@ -136,6 +158,7 @@ def measure(case: str, size: Size, corpus: Corpus, seed: int, seconds: float) ->
         "d_ff": size.shape["d_ff"] // (2 if case == "half-width" else 1), "batch": size.batch, "context": size.context,
         "seconds": seconds, "seed": seed, "lr": size.lr, "vocab_size": corpus.tokenizer.vocab_size,
         "corpus": corpus.train.fingerprint[:8], "different_tokens": len(corpus.train),
+        **({"dense_start": WARMUP} if sparse else {}),
     }  # fmt: skip
     found = {
         "loss": statistics.fmean(by_part), "loss_by_part": [round(loss, 4) for loss in by_part],
@@ -157,9 +180,9 @@ def save(case: str, name: str, config: dict[str, Any], found: dict[str, Any]) ->
     )  # fmt: skip
     rate, plain = found["tokens"] / config["seconds"], found["without_graph"]
     print(
-        f"{case:12} {config['seconds']:g} s: validation loss {loss:.4f}, {found['tokens']:,} tokens, {rate:,.0f} "
-        f"tokens/s, {found['steps']} steps, {found['seconds_with_first_step']} s in all"
-        + (f", without a CUDA graph: {plain}" if plain else ""),
+        f"{case:12} rate {config['lr']:g}, {config['seconds']:g} s: validation loss {loss:.4f}, "
+        f"{found['tokens']:,} tokens, {rate:,.0f} tokens/s, {found['steps']} steps, "
+        f"{found['seconds_with_first_step']} s in all" + (f", without a CUDA graph: {plain}" if plain else ""),
         flush=True,
     )
 
@@ -171,22 +194,24 @@ def open_text(args: argparse.Namespace, size: Size) -> Corpus:
 
 
 def all_in_turns(args: argparse.Namespace) -> None:
-    """Every case in a process of its own. FST chooses its sparse products while the others compile."""
+    """Every case in a process of its own. FST chooses its sparse products before the others use the GPU."""
     module = [sys.executable, "-m", "experiments.sparse24_quality"]
     beside = [[*module, *shlex.split(arguments)] for arguments in args.beside]
     if any("--calls" in one for one in beside):
         raise UserError("--beside takes calls without --calls: the processes of those could not be stopped in time")
-    commands = [*beside, *(command(args, case) for case in args.cases)]
     # What is left after all have trained and been evaluated may be spent compiling.
     patience = max(10.0, args.limit - len(args.cases) * (args.seconds + 6.0) - 2.0 * len(beside))
     with tempfile.TemporaryDirectory() as folder:
+        tuned = Path(folder) / "tuned" if any(case.startswith("FST") for case in args.cases) else None
+        commands = [*beside, *(command(args, case, tuned) for case in args.cases)]
         told = run_in_turns(commands, Path(folder), patience=patience, seconds=args.limit, least=args.seconds + 3.0)
     print(dict(zip([*args.beside, *args.cases], told, strict=True)), flush=True)
 
 
-def command(args: argparse.Namespace, case: str) -> list[str]:
+def command(args: argparse.Namespace, case: str, tuned: Path | None) -> list[str]:
     given = ["--size", args.size, "--seconds", str(args.seconds), "--max-bytes", str(args.max_bytes)]
     given += ["--seed", str(args.seed), *(["--corpus", str(args.corpus)] if args.corpus else [])]
+    given += [*(["--lr", str(args.lr)] if args.lr else []), *(["--tuned", str(tuned)] if tuned else [])]
     return [sys.executable, "-m", "experiments.sparse24_wall_clock", *given, "--cases", case]
 
 
@@ -200,18 +225,20 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max-bytes", type=int, default=96_000_000, help="of the text")
     parser.add_argument("--corpus", type=Path, help="a prepared corpus folder with its tokenizer.json")
+    parser.add_argument("--lr", type=float, help="other than the size's own")
+    parser.add_argument("--tuned", type=Path, help=argparse.SUPPRESS)  # of one case among several
     parser.add_argument("--text-only", action="store_true", help="only tokenise the text, for a later call")
     args = parser.parse_args()
     if not 0 < args.seconds < math.inf:
         raise UserError(f"--seconds {args.seconds} is not possible: give more than 0")
     torch.set_float32_matmul_precision("high")  # as benchmarks/train_sparse24 times steps
-    size = SIZES[args.size]
+    size = replace(SIZES[args.size], lr=args.lr or SIZES[args.size].lr)
     if args.text_only:
         print(f"{len(open_text(args, size).train):,} training tokens", flush=True)
     elif len(args.cases) > 1:
         all_in_turns(args)
     else:
-        config, found = measure(args.cases[0], size, open_text(args, size), args.seed, args.seconds)
+        config, found = measure(args.cases[0], size, open_text(args, size), args.seed, args.seconds, args.tuned)
         save(args.cases[0], args.size, config, found)
 
 

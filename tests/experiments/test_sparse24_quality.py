@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
 import subprocess
@@ -106,13 +107,22 @@ def test_calls_of_a_file_do_not_read_the_file_again(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(sparse24_quality.subprocess, "run", run)
     monkeypatch.setattr(sys, "argv", ["sparse24_quality", *given])
-    sparse24_quality.run_calls(calls, 1, ends=float("inf"))
-    assert [command[3:-2] for command in asked] == [
+    sparse24_quality.run_calls(calls, 2, None, ends=float("inf"))  # type: ignore[arg-type]
+    assert sorted(command[3:-2] for command in asked) == [
         ["--size", "cpu", "--micro", "4", "--rows", "FST exact:0", "--decay", "6e-5"],
         ["--size", "cpu", "--micro", "4", "--rows", "dense:1"],
     ]
-    sparse24_quality.run_calls(calls, 1, ends=0.0)  # the time is over
+    sparse24_quality.run_calls(calls, 2, None, ends=0.0)  # type: ignore[arg-type]  # the time is over
     assert len(asked) == 2
+
+    def run_rows(args: argparse.Namespace, *_: Any) -> None:
+        rows.append((args.rows, args.decay, args.micro))
+        raise torch.OutOfMemoryError("too large")
+
+    rows: list[Any] = []
+    monkeypatch.setattr(sparse24_quality, "run_rows", run_rows)
+    sparse24_quality.run_calls(calls, 1, None, ends=float("inf"))  # type: ignore[arg-type]  # in this process
+    assert rows == [(["FST exact:0"], 6e-5, 4), (["dense:1"], None, 4)] and len(asked) == 2
 
 
 def test_a_thinned_curve_keeps_its_end() -> None:

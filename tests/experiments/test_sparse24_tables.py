@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks import results
-from experiments.sparse24_tables import columns, curves, gap_of, repeated_curves
+from experiments.sparse24_tables import at_rates, best_pairs, columns, curves, gap_of, rates_of, repeated_curves
 
 
 def test_curves_are_shown_at_the_same_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,3 +47,19 @@ def test_rows_are_compared_part_by_part() -> None:
     uneven = line([1.00, 2.02, 3.04])
     assert gap_of([(uneven, dense)]) == "+1.00% ± 0.58"  # 0.02 / sqrt(3) of 2
     assert gap_of([({"value": 1.98, "quality": {}}, dense)]) == "-1.00%"
+
+
+def test_methods_are_compared_at_the_best_rate_of_each_seed_by_seed() -> None:
+    def line(case: str, lr: float, seed: int, value: float) -> dict[str, Any]:
+        config = {"lr": lr, "seed": seed}
+        return {"case": case, "config": config, "value": value, "device": "", "versions": {}, "commit": "", "date": ""}
+
+    lines = [
+        line("dense", 1e-3, 0, 2.00), line("dense, rate 0.002", 2e-3, 0, 2.10), line("dense", 1e-3, 1, 2.20),
+        line("FST exact", 1e-3, 0, 2.50), line("FST exact, rate 0.002", 2e-3, 0, 2.02),
+        line("FST exact, rate 0.002", 2e-3, 1, 2.20), line("FST exact, rate 0.002", 2e-3, 2, 2.00),
+        line("FST exact, rate 0.002, decay 6e-05", 2e-3, 0, 1.00),  # another setting, not another rate
+    ]  # fmt: skip
+    pairs = best_pairs(at_rates(lines), "FST exact")
+    assert [(a["value"], b["value"]) for a, b in pairs] == [(2.02, 2.00), (2.20, 2.20)]  # seed 2 has no dense run
+    assert "| FST, exact gradient | 2.5000 | **2.0200** | +0.50% (+0.00 to +1.00) | 2 |" in rates_of(lines)
