@@ -10,9 +10,9 @@ Shapes: N requests, Q rows each in the first pass, R = N Q, G drafts.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
-from functools import partial
 from itertools import product
 
 import numpy as np
@@ -30,7 +30,6 @@ from shoestring.serve.engine.graphs import (
     GraphCache,
     PendingTokens,
     SamplingKind,
-    locate_rows,
     padded_size,
     pinned,
     sampling_kind,
@@ -54,7 +53,8 @@ def launch_chain(
     long = num == 1 and spans[0].stop + num_drafts - 1 > graphs.fused.short_context
     graph: DraftChainGraph = graphs.graph(
         (num, each, kind, id, num_drafts, long),
-        spans,
+        # With the rows of later passes, which note their blocks in the tables: they are not sent again for them.
+        [RowSpan(s.blocks, s.start, s.num + num_drafts - 1) for s in spans],
         lambda: DraftChainGraph(graphs, num, each, kind, skip, num_drafts, long),
     )
     graph.fill(spans, tokens, samplings)
@@ -68,6 +68,7 @@ def chain_size(spans: Sequence[RowSpan]) -> tuple[int, int]:
     return padded_size(len(spans), REQUESTS_DRAFTED), padded_size(max(s.num for s in spans), CHAIN_ROWS)
 
 
+@functools.cache
 def max_chain_rows(num_requests: int) -> int:
     """Rows each that the first pass holds for so many requests; 0: no chain holds them."""
     num = next((n for n in REQUESTS_DRAFTED if n >= num_requests), MAX_ROWS)
@@ -84,7 +85,7 @@ def warm_up_chains(graphs: GraphCache, num: int, kind: SamplingKind, lengths: Se
     for each, length, long in product(CHAIN_ROWS, lengths, ways):
         if num * each <= MAX_ROWS:
             key = (num, each, kind, "", length, long)
-            graphs.find(key, num, partial(DraftChainGraph, graphs, num, each, kind, None, length, long))
+            graphs.find(key, num, functools.partial(DraftChainGraph, graphs, num, each, kind, None, length, long))
 
 
 class DraftChainGraph(DecodeGraph):
@@ -138,22 +139,26 @@ class DraftChainGraph(DecodeGraph):
 
     def fill_later(self, spans: Sequence[RowSpan]) -> None:
         """Send the integers of the passes after the first; their blocks must exist."""
-        num, later, size = self.num_requests, self._num_later, self.owner.cache.pool.block_size
-        _, _, span_T, offset_T, position_T, block_T = locate_rows(
-            [RowSpan(s.blocks, s.stop, later) for s in spans], size
-        )
-        host = pinned(len(self._later), self._later.device)
-        last_row_N, passes = host.numpy()[:num], host.numpy()[num:].reshape(6, later, num)
-        last_row_N[len(spans) :] = 0
-        last_row_N[: len(spans)] = [n * self.rows_each + s.num - 1 for n, s in enumerate(spans)]
+        num, later, size, given = self.num_requests, self._num_later, self.owner.cache.pool.block_size, len(spans)
+        host = pinned(self._later.numel(), self._later.device)
+        numbers = host.numpy()
+        last_row_N, passes = numbers[:num], numbers[num:].reshape(6, later, num)
+        last_row_N[given:] = 0
+        last_row_N[:given] = [n * self.rows_each + s.num - 1 for n, s in enumerate(spans)]
         # Padding: position, slot, table entry, block.
         passes[:4] = np.array([0, -1, self.owner.padding, 0])[:, None, None]
-        passes[0, offset_T, span_T] = position_T
-        passes[1, offset_T, span_T] = block_T * size + position_T % size
-        passes[2, offset_T, span_T] = self.owner.place(span_T, position_T // size)
-        passes[3, offset_T, span_T] = block_T
+        n_N, stop_N = np.arange(given), np.array([s.stop for s in spans])
+        position_LN = stop_N + np.arange(later)[:, None]
+        block_LN = np.array([[s.blocks[(s.stop + i) // size] for s in spans] for i in range(later)], dtype=np.int64)
+        block_LN = block_LN.reshape(later, given)  # where there are no later passes, too
+        passes[0, :, :given] = position_LN
+        passes[1, :, :given] = block_LN * size + position_LN % size
+        passes[2, :, :given] = self.owner.place(n_N, position_LN // size)
+        passes[3, :, :given] = block_LN
         tiles_LN4 = passes[4:].reshape(-1).view(np.int32).reshape(later, num, 4)
-        tiles_LN4[:] = 0
+        tiles_LN4[:, given:] = 0
         # Table, row, start, rows.
-        tiles_LN4[offset_T, span_T] = np.stack([span_T, span_T, position_T, np.ones_like(span_T)], axis=1)
+        tiles_LN4[:, :given, :2] = n_N[:, None]
+        tiles_LN4[:, :given, 2] = position_LN
+        tiles_LN4[:, :given, 3] = 1
         self._later.copy_(host, non_blocking=True)

@@ -63,6 +63,7 @@ ROWS_EACH = (1, 2, 3, 5, 9, 16)  # those of 1, 2, 4 and 8 drafts among them
 MAX_ROWS = 512
 MAX_GRAPHS = 512  # then the least recently used one is dropped
 MAX_PADDING = 6  # rows of a graph per row of the step; kernel by kernel the step would take longer
+PADDING = Sampling()  # of rows that are none
 
 
 def identity(logits: Tensor) -> Tensor:
@@ -249,7 +250,7 @@ class GraphCache:
             self._pool = torch.cuda.graph_pool_handle()
 
     def _resize_tables(self, num: int) -> None:
-        if len(self._tables) < num * self._width + 1:
+        if self._tables.numel() < num * self._width + 1:
             # Graphs hold the address of the old tables.
             self._drop(*self._graphs)
             self._known = [((), 0)] * num
@@ -282,7 +283,7 @@ class GraphCache:
     @property
     def padding(self) -> int:
         """The table entry that padding rows write to."""
-        return len(self._tables) - 1
+        return self._tables.numel() - 1
 
     def place(self, n_T: np.ndarray, page_T: np.ndarray) -> np.ndarray:
         """The table entries for block `page` of request n."""
@@ -372,7 +373,7 @@ class CapturedStep(ABC):
     def _host(self, located: RowLocations, row_T: np.ndarray, tokens: Sequence[int] | None) -> Tensor:
         """The integers of the next replay, without those of the subclass. `row_T`: the program's row for each row."""
         size = self.owner.cache.pool.block_size
-        host = pinned(len(self._numbers), self._numbers.device)
+        host = pinned(self._numbers.numel(), self._numbers.device)
         numbers = host.numpy()
         rows_5R = numbers[: 5 * self.num_rows].reshape(5, self.num_rows)
         rows_5R[:] = np.array([0, 0, -1, self.owner.padding, 0])[:, None]  # padding
@@ -388,7 +389,7 @@ class CapturedStep(ABC):
         """One for each row that a token is chosen for; the rows after them are padding."""
         if self.kind not in ("drawn", "cut"):
             return
-        rows += [Sampling()] * (self.parameters_4R.shape[1] - len(rows))
+        rows += [PADDING] * (self.parameters_4R.shape[1] - len(rows))
         if rows == self._sent:
             return
         settings, self._seeds = parameters(rows)
@@ -490,6 +491,14 @@ class RowLocations(NamedTuple):
 
 
 def locate_rows(spans: Sequence[RowSpan], size: int) -> RowLocations:
+    if len(spans) == 1:  # the same with fewer calls: between two steps of one request the device waits for the host
+        (span,) = spans
+        offset_T = np.arange(span.num)
+        position_T = offset_T + span.start
+        block_T = np.array([span.blocks[at // size] for at in range(span.start, span.stop)], dtype=np.int64)
+        return RowLocations(
+            np.array([span.start]), np.array([span.num]), np.zeros_like(offset_T), offset_T, position_T, block_T
+        )
     start_N, num_N = np.array([s.start for s in spans]), np.array([s.num for s in spans])
     span_T = np.arange(len(spans)).repeat(num_N)
     offset_T = np.arange(len(span_T)) - (num_N.cumsum() - num_N)[span_T]

@@ -129,8 +129,10 @@ class PassCosts:
 
     def __call__(self, rows: float) -> float:
         low = power_of_two_below(rows)
-        share = max(0.0, rows / low - 1)
-        return (1 - share) * self._at(low) + (share * self._at(2 * low) if share else 0.0)
+        if rows <= low:
+            return self._at(low)
+        share = rows / low - 1
+        return (1 - share) * self._at(low) + share * self._at(2 * low)
 
     def _at(self, rows: int) -> float:
         if rows not in self.known:
@@ -148,8 +150,9 @@ class MedianTable:
 
     def get(self, sizes: Sizes, default: float) -> float:
         """Of these sizes, or of the nearest that are known, or the default."""
-        if sizes in self.known or not self.known:
-            return self.known.get(sizes, default)
+        found = self.known.get(sizes)
+        if found is not None or not self.known:
+            return default if found is None else found
         return max(0.0, self.known[min(self.known, key=lambda known: _distance(known, sizes))])
 
     def add(self, sizes: Sizes, value: float, default: float) -> None:
@@ -203,11 +206,11 @@ class CostModel:
 
 def power_of_two_below(number: float) -> int:
     """The power of two at or below it, 1 at least."""
-    return 1 << (max(1, int(number)).bit_length() - 1)
+    return 1 << (int(number).bit_length() - 1) if number >= 2 else 1
 
 
 def _root(sizes: Sizes) -> float:
-    return math.prod(sizes) ** 0.5
+    return math.sqrt(math.prod(sizes))
 
 
 def _distance(sizes: Sizes, others: Sizes) -> float:

@@ -175,7 +175,8 @@ class DraftModel(Drafter):
         for request in requests:
             cached, tokens = self._cached[request.id], request.tokens
             right, written = cached.num_committed, cached.written
-            while right < min(len(written), len(tokens) - 1) and written[right] == tokens[right]:
+            most = min(len(written), len(tokens) - 1)
+            while right < most and written[right] == tokens[right]:
                 right += 1
             del written[right:]
             del written[len(tokens) - 1 :]
