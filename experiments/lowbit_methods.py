@@ -146,6 +146,7 @@ class Subject:
     blockwise: Blockwise = field(default_factory=Blockwise)
     rates: Rates = field(default_factory=Rates)
     cache_folder: Path = Path()
+    damage_file: Path | None = None  # of formats in single layers, for another call with this model and text
     original: dict[str, Tensor] = field(default_factory=dict)
     shared: list[BlockStep] = field(default_factory=list)
     valid: Tensor | None = None  # to choose between settings on
@@ -417,7 +418,8 @@ def rules_of(subject: Subject, label: str, mix: str) -> list[Rule]:
         began = time.perf_counter()
         formats = [parse_format(x) for x in (label, *mix.split("+"))]
         seen = windows(subject.text.head(), MIX_WINDOWS, subject.train_context)
-        units = measure_damage(subject.model, formats, seen, skip=(*HEADS, *subject.kept_dense))
+        skip = (*HEADS, *subject.kept_dense)
+        units = measure_damage(subject.model, formats, seen, skip=skip, file=subject.damage_file)
         budget = sum(u.options[0].bits for u in units) / sum(u.num_weights for u in units)
         chosen = subject.mixes[key] = choose_formats(units, budget)
         counts = Counter(option.format.label for option in chosen.chosen)

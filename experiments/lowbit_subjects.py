@@ -76,8 +76,9 @@ def smollm2(args: argparse.Namespace, folder: Path) -> Subject:
         blockwise_part=0.2,
         blockwise=Blockwise(batch=4),
         cache_folder=folder / "cache-smollm2",
+        damage_file=folder / "damage.jsonl",
         valid=valid[: min(1 << 16, args.tokens or len(valid))],
-        novels=novels(args.assets, tokenizer),
+        novels=novels(args.assets, tokenizer, min(1 << 16, args.tokens or 1 << 16)),
         told={"text": args.text_name} if args.text_name else {},
     )
 
