@@ -485,12 +485,14 @@ def measure_all(
     first: RuleName = rules[0]
     tasks = [(b, 0.0, False, first) for b in order] + [(b, 0.0, True, first) for b in order]
     sampled = [(b, t, False, first) for t in temperatures for b in (*order, 0)]
-    tasks = [task for task in sampled if task[0]] if sampled_only else [*tasks, (0, 0.0, False, first), *sampled]
+    tasks = [*tasks, (0, 0.0, False, first), *sampled]
+    if sampled_only:  # one request at a time, which speculation is for, at all temperatures first
+        tasks = sorted((task for task in sampled if task[0]), key=lambda task: task[0] > 1)
     tasks += [(b, t, False, rule) for rule in rules[1:] for t in temperatures for b in order[:1]]
     # Seconds of the tasks that are to have their share of the time.
-    ahead = [expected(rows, batch, repeats) for batch in order]
+    ahead = [expected(rows, task[0], repeats) for task in (tasks if sampled_only else tasks[: len(order)])]
     print(
-        f"about {sum(ahead):.0f} s on an H200 for greedy texts under a controller at {order}, at most; then, for as "
+        f"about {sum(ahead):.0f} s on an H200 for {len(ahead)} loads under a controller, at most; then, for as "
         f"long as there is time, the rest; {until - time.perf_counter():.0f} s are there",
         flush=True,
     )

@@ -65,7 +65,6 @@ from shoestring.serve.speculative.draft_model import DraftModel, trim_head
 from shoestring.serve.speculative.drafter import Drafter
 from shoestring.serve.speculative.drafter_stack import DrafterStack
 from shoestring.serve.speculative.ngram_drafter import NgramDrafter
-from shoestring.serve.speculative.verify import RuleName
 from shoestring.shrink.drafter import Schedule, distil, make_objective, piece_prompts, reference_losses, score_text
 from shoestring.shrink.drafter_acceptance import engine_for, measure_acceptance
 from shoestring.shrink.drafter_model import coverage, first_layers, frequent_tokens, save_drafter
@@ -332,10 +331,12 @@ def main() -> None:
     parser.add_argument("--name", help="with --model: what to call it in the results")
     parser.add_argument("--no-speed", action="store_true", help="acceptance only, for a shared machine")
     parser.add_argument("--sampled-seconds", type=float, help="of the first case: the speed of sampled texts alone")
+    parser.add_argument("--sampled-batches", nargs="*", type=int, default=[1, 4, 16, 64], help="with the former")
     names = [c.name for c in CASES]
     parser.add_argument("--cases", nargs="*", default=names, choices=names)
     parser.add_argument("--budgets", nargs="*", default=list(BUDGETS[:3]), choices=BUDGETS[:3])
     parser.add_argument("--seconds", type=float, help="of the target's training")
+    parser.add_argument("--begins", type=int, help="layers that a trained target begins with")
     parser.add_argument("--text-seconds", type=float, help="of the target's writing")
     parser.add_argument("--own-text", type=int, help="texts that the target writes for drafters to learn from")
     parser.add_argument("--assets", type=Path, help="--size stories: holds models/stories260k and text/tinystories_2M")
@@ -361,6 +362,7 @@ def main() -> None:
         text_seconds=args.text_seconds or size.text_seconds,
         draft_steps=args.steps or size.draft_steps,
         layers=args.layers or size.layers,
+        begins=args.begins or size.begins,
         own_text=args.own_text or size.own_text,
     )
     with tempfile.TemporaryDirectory() as temporary:
@@ -388,22 +390,16 @@ def main() -> None:
             if args.sampled_seconds is None:
                 drafter_speed.measure_all(folder, target, size.repeats)
                 return
-            # One request at a time is what speculation is for, and needs few graphs: before all numbers of requests.
-            until = time.perf_counter() + args.sampled_seconds
-            plan: list[tuple[tuple[int, ...], RuleName]]
-            plan = [((1,), "coupled"), (drafter_speed.BATCHES[1:], "coupled"), ((1,), "block")]
-            for batches, rule in plan:
-                drafter_speed.measure_all(
-                    folder,
-                    target,
-                    2,
-                    batches=batches,
-                    seconds=until - time.perf_counter(),
-                    temperatures=(1.0, 0.7),
-                    sampled_only=True,
-                    only=args.cases[:1],
-                    rules=(rule,),
-                )
+            drafter_speed.measure_all(
+                folder,
+                target,
+                2,
+                seconds=args.sampled_seconds,
+                batches=args.sampled_batches,
+                temperatures=(1.0, 0.7),
+                sampled_only=True,
+                only=args.cases[:1],
+            )
 
 
 def prepare_all(args: argparse.Namespace, size: Size, folder: Path) -> Bench:
