@@ -287,7 +287,8 @@ def way(layout: ChunkLayout, rows: int, out: int, width: int) -> str:
     if many_rows.prefers_many_rows(torch.empty(rows, 1, device=DEVICE)):
         return f"wgmma: {_short(many_rows.choose_plan(layout, rows, out, width, device_limits()))}"
     if rows <= few_rows.MOST_ROWS:
-        return f"few rows: {_short(few_rows.choose_plan(layout, rows, out, width, limits=device_limits()))}"
+        of = few_rows.Product(layout, rows, out, width, limits=device_limits())
+        return f"few rows: {_short(few_rows.choose_plan(of))}"
     return "decode, cuBLAS"
 
 

@@ -28,12 +28,12 @@ from torch import Tensor
 from benchmarks.decode import LLAMA_1B, LLAMA_8B, build
 from experiments.few_rows_plans import arrangements
 from shoestring.errors import as_command
-from shoestring.hardware.device import device_limits
+from shoestring.hardware.device import H200, DeviceLimits, device_limits
 from shoestring.hardware.plan_table import add_plans
 from shoestring.kernels.attention.paged_attention import splits_for
 from shoestring.kernels.lowbit import few_rows as few
 from shoestring.kernels.lowbit.chunk_layout import CHUNK_ROWS, CHUNK_WIDTH, DENSE, ChunkLayout, ceil_div
-from shoestring.kernels.lowbit.few_rows import FewRowsPlan
+from shoestring.kernels.lowbit.few_rows import FewRowsPlan, Product
 from shoestring.kernels.runtime import nvrtc
 from shoestring.model import ModelSpec
 from shoestring.model.layer_plan import plan_decoder
@@ -55,10 +55,8 @@ class Use:
     norm: bool = False
     swiglu: bool = False
 
-    @property
-    def around(self) -> tuple[bool, bool, bool]:
-        """For few.choose_plan: norm, SwiGLU, residual."""
-        return self.norm, self.swiglu, not self.norm
+    def of(self, layout: ChunkLayout, rows: int = 1, limits: DeviceLimits = H200) -> Product:
+        return Product(layout, rows, self.out, self.width, self.norm, self.swiglu, not self.norm, limits)
 
 
 Choice = dict[str, FewRowsPlan]  # by name of a use
@@ -77,7 +75,7 @@ def uses(spec: ModelSpec) -> dict[str, Use]:
 def candidates(layout: ChunkLayout, use: Use, rows: int = 1) -> list[FewRowsPlan]:
     """The present plan, then half an SM with rings of several lengths, then a whole SM."""
     limits = device_limits()
-    found = {few.choose_plan(layout, rows, use.out, use.width, *use.around, limits): None}
+    found = {few.choose_plan(use.of(layout, rows, limits)): None}
     if layout.dense:
         return [*found, *(p for p in dense_candidates(use, rows) if p not in found)]
     wanted = max(1, min(14, ceil_div(ceil_div(use.out, CHUNK_ROWS), limits.num_sms)))
@@ -198,7 +196,7 @@ def plans_of(plans: Mapping[str, FewRowsPlan]) -> Iterator[None]:
 
 
 def by_key(layout: ChunkLayout, spec: ModelSpec, rows: int, choice: Choice) -> dict[str, FewRowsPlan]:
-    return {few.plan_key(layout, rows, u.out, u.width, True): choice[n] for n, u in uses(spec).items()}
+    return {u.of(layout, rows).key: choice[n] for n, u in uses(spec).items()}
 
 
 def compile_all(step: Step, offered: Mapping[str, list[FewRowsPlan]]) -> None:

@@ -29,6 +29,7 @@ from shoestring.kernels.lowbit.few_rows import (
     SLOT_ROWS,
     ExpertChoice,
     FewRowsPlan,
+    Product,
     choose_expert_plan,
     few_rows_experts_cuda,
     few_rows_macros,
@@ -60,7 +61,7 @@ def candidates(
     rows, wide = 1 if choice.top_k else SLOT_ROWS, width * (choice.top_k if choice.sum else 1)
     for wanted, tiles, k_warps, depth in itertools.product(*TRIES["slots" if not choice.top_k else f"row {kind}"]):
         plan = FewRowsPlan(wanted // tiles, k_warps, tiles, depth, int8_mma=int(not layout.table), half_sm=1)
-        if plan.runs(layout, rows, wide, False, swiglu, limits):
+        if plan.runs(Product(layout, rows, out, wide, swiglu=swiglu, limits=limits)):
             yield plan
 
 

@@ -39,11 +39,11 @@ from shoestring.kernels.lowbit.few_rows import (
     PLANS,
     ROW_CLASSES,
     FewRowsPlan,
+    Product,
     choose_plan,
     few_rows_cuda,
     few_rows_macros,
     few_rows_source,
-    plan_key,
 )
 from shoestring.kernels.lowbit.lowbit_linear import decode_chunks_ref
 from shoestring.kernels.runtime import capture_stream, nvrtc
@@ -70,7 +70,7 @@ def candidates(
     """Plans worth timing: the present one, then one block per SM with short rings, then half an SM with rings up to the
     length of the work."""
     limits = limits or device_limits()
-    found = {choose_plan(layout, rows, out, width, limits=limits): None}
+    found = {choose_plan(Product(layout, rows, out, width, limits=limits)): None}
     wanted = max(1, min(14, ceil_div(ceil_div(out, CHUNK_ROWS), limits.num_sms)))
     chunks = ceil_div(width, CHUNK_WIDTH)
     for half_sm, (least, most) in enumerate(((14, 28), (8, 16))):
@@ -236,7 +236,7 @@ def tune(labels: Sequence[str], rows_list: Sequence[int], path: Path, until: flo
                 say(f"WRONG {label} {out}x{width} {rows} rows: {plan}")
             if not timed:
                 continue
-            add_plans(path, {plan_key(layout, rows, out, width): timed[0][1]}, FewRowsPlan)
+            add_plans(path, {Product(layout, rows, out, width).key: timed[0][1]}, FewRowsPlan)
             base = dense_time(out, width, rows, dense)
             told = "  ".join(f"{t:.2f} {list(dataclasses.astuple(p))}" for t, p in timed[:3])
             rule = next((t for t, p in timed if p == plans[rows][0]), float("nan"))
@@ -247,7 +247,7 @@ def tune(labels: Sequence[str], rows_list: Sequence[int], path: Path, until: flo
             )
             if trace is not None:
                 with trace.open("a") as f:
-                    line = {"key": plan_key(layout, rows, out, width), "bf16": base}
+                    line = {"key": Product(layout, rows, out, width).key, "bf16": base}
                     line["times"] = [[round(t, 2), *dataclasses.astuple(p)] for t, p in timed]  # type: ignore[assignment]
                     f.write(json.dumps(line) + "\n")
 
@@ -259,7 +259,7 @@ def compare_wide(labels: Sequence[str], until: float) -> None:
             return
         weight = random_weight(label, out, width)
         many = many_rows.choose_plan(weight.layout, 17, out, width, device_limits())
-        few = choose_plan(weight.layout, 16, out, width, limits=device_limits())
+        few = choose_plan(Product(weight.layout, 16, out, width, limits=device_limits()))
         told = []
         for plan, multiply in ((many, many_rows.many_rows_cuda), (few, few_rows_cuda)):
             timed, _ = search(weight, 16, [plan], multiply)

@@ -12,7 +12,7 @@ INT2 = ChunkLayout(2, 64, False, 1, False)
 def test_plans_offered_can_run_and_begin_with_the_one_in_use() -> None:
     for use in decode_plans.uses(LLAMA_8B).values():
         offered = decode_plans.candidates(INT2, use)
-        assert offered[0] == few_rows.choose_plan(INT2, 1, use.out, use.width, *use.around)
+        assert offered[0] == few_rows.choose_plan(use.of(INT2))
         assert len(offered) > 5 and len(set(offered)) == len(offered)
         for plan in offered:
             assert plan.fits(INT2, 1, use.width, use.norm)
@@ -42,7 +42,7 @@ def test_the_kernel_runs_by_the_plans_of_a_choice_and_then_by_its_own() -> None:
     choice = {name: FewRowsPlan(2 + 2 * i, 2) for i, name in enumerate(uses)}
 
     def chosen() -> dict[str, FewRowsPlan]:
-        return {n: few_rows.choose_plan(INT2, 1, u.out, u.width, *u.around) for n, u in uses.items()}
+        return {n: few_rows.choose_plan(u.of(INT2)) for n, u in uses.items()}
 
     before = chosen()
     with decode_plans.plans_of(decode_plans.by_key(INT2, LLAMA_8B, 1, choice)):

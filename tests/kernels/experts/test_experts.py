@@ -16,7 +16,6 @@ from torch import Tensor
 
 from shoestring.formats import FormatLinear, parse_format
 from shoestring.formats.kernel_layout import lay_out
-from shoestring.hardware.device import H200
 from shoestring.kernels.experts.expert_linear import (
     expert_linear,
     expert_linear_ref,
@@ -37,7 +36,7 @@ from shoestring.kernels.experts.route import (
     router_logits_ref,
 )
 from shoestring.kernels.lowbit.chunk_layout import ChunkLayout
-from shoestring.kernels.lowbit.few_rows import SLOT_ROWS, ExpertChoice, FewRowsPlan, choose_expert_plan
+from shoestring.kernels.lowbit.few_rows import SLOT_ROWS, ExpertChoice, FewRowsPlan, Product, choose_expert_plan
 from shoestring.kernels.lowbit.lowbit_linear import decode_chunks_ref
 
 BF16 = torch.bfloat16
@@ -215,7 +214,7 @@ def test_plans_of_experts_fit(label: str) -> None:
             choices = [(ExpertChoice(), 4, width), (ExpertChoice(top_k, num), 1, width)]
             for choice, rows, wide in choices:
                 plan = choose_expert_plan(layout, out, width, 16 * top_k, swiglu, choice)
-                assert plan.runs(layout, rows, wide, False, swiglu, H200)
+                assert plan.runs(Product(layout, rows, out, wide, swiglu=swiglu))
         summed = choose_expert_plan(layout, d_model, d_ff, 1, False, ExpertChoice(top_k, num, sum=True))
         if summed is None:
             assert d_ff % 128 or label == "nf4:s2:g64" or d_ff == 14336

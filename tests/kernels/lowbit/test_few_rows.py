@@ -27,6 +27,7 @@ from shoestring.kernels.lowbit.few_rows import (
     SLOT_ROWS,
     ExpertChoice,
     FewRowsPlan,
+    Product,
     choose_expert_plan,
     choose_plan,
     digits_of_levels,
@@ -205,7 +206,7 @@ def test_every_shape_has_a_plan_that_fits() -> None:
                     for norm, swiglu in ((False, False), (True, False), (True, True)):
                         if norm and rows > 4:
                             continue
-                        plan = choose_plan(layout, rows, out, width, norm, swiglu)
+                        plan = choose_plan(Product(layout, rows, out, width, norm, swiglu))
                         assert plan.fits(layout, rows, width, norm), (rows, out, width)
                         assert plan.depth >= 3 and plan.warps <= 32 and plan.panel % plan.k_warps == 0
                         assert not (norm and (plan.panel or plan.split > 1))
@@ -242,7 +243,7 @@ def test_plans_that_are_timed_fit() -> None:
         for rows in (1, 4, 16):
             layout = parse_format(label).layout(4096)
             plans = candidates(layout, rows, 14336, 4096)
-            assert len(plans) > 5 and plans[0] == choose_plan(layout, rows, 14336, 4096)
+            assert len(plans) > 5 and plans[0] == choose_plan(Product(layout, rows, 14336, 4096))
             assert all(p.fits(layout, rows, 4096) and p.panel % p.k_warps == 0 for p in plans)
             half = next((p for p in plans if p.half_sm and not p.panel), plans[0])
             more = refinements(half, layout, rows, 4096)
@@ -261,7 +262,7 @@ def test_plans_on_file_are_those_that_are_chosen(tmp_path: Path, monkeypatch: py
         ).groups()  # type: ignore[union-attr]
         layout = ChunkLayout(int(bits or 16), int(group), kind == "nf", int(scales or 1), False)
         case = (layout, int(rows), int(out), int(width))
-        assert choose_plan(*case, residual=bool(step)) == plan, key
+        assert choose_plan(Product(*case, residual=bool(step))) == plan, key
         macros = few_rows_macros(layout, BF16, int(rows), plan)
         used.append((key, [macros[n] for n in MEASURED_MACROS], plan.grid(case[2]), plan.split))
     # Measured configurations: change this number only together with a measurement.
@@ -276,10 +277,10 @@ def test_plans_follow_the_device() -> None:
     layout = ChunkLayout(4, 128, False, 1, False)
     small = DeviceLimits("small", 66, 100 * 1024, 101 * 1024, 65536)
     for rows, out, width in ((1, 4096, 4096), (16, 14336, 4096), (8, 4096, 14336)):
-        plan = choose_plan(layout, rows, out, width, limits=small)
+        plan = choose_plan(Product(layout, rows, out, width, limits=small))
         assert plan.fits(layout, rows, width, limits=small)
-    assert choose_plan(layout, 1, 2112, 2112).row_warps == 1
-    assert choose_plan(layout, 1, 2112, 2112, limits=small).grid(2112)[1] <= 66
+    assert choose_plan(Product(layout, 1, 2112, 2112)).row_warps == 1
+    assert choose_plan(Product(layout, 1, 2112, 2112, limits=small)).grid(2112)[1] <= 66
     assert 2 * (more_than_half(small) + 1024) > small.shared_per_sm
 
 
@@ -290,9 +291,9 @@ def test_plans_that_would_fault_do_not_fit() -> None:
     assert FewRowsPlan(2, 1, 1, 3, split=4, panel=1).fits(layout, 4, 1664)
     int8_mma = FewRowsPlan(2, 2, int8_mma=1)
     for bits, dtype, kept in ((4, BF16, 1), (4, torch.float16, 0), (3, torch.float16, 1)):
-        shape = (ChunkLayout(bits, 128, True, 2, False), 3, 4096, 4096)
-        plan = exact_enough(choose_plan(*shape), dtype, *shape, False, False)
-        assert plan.int8_mma == kept and plan.runs(*shape[:2], 4096, False, False, H200)
+        of = Product(ChunkLayout(bits, 128, True, 2, False), 3, 4096, 4096)
+        plan = exact_enough(choose_plan(of), dtype, of)
+        assert plan.int8_mma == kept and plan.runs(of)
     assert int8_mma.fits(layout, 4, 1664) and not int8_mma.fits(ChunkLayout(2, 128, True, 2, False), 4, 1664)
     assert not int8_mma.fits(DENSE, 4, 1664) and not FewRowsPlan(2, 2).fits(DENSE, 4, 1600), "half a chunk"
 
@@ -303,10 +304,10 @@ def test_plans_can_be_overridden(monkeypatch: pytest.MonkeyPatch) -> None:
         PLANS.forget()
         monkeypatch.setenv("SHOESTRING_LOWBIT_PLAN", given)
         if error is None:
-            assert choose_plan(layout, 1, 4096, 4096).k_warps == 2
+            assert choose_plan(Product(layout, 1, 4096, 4096)).k_warps == 2
             continue
         with pytest.raises(UserError, match=error):
-            choose_plan(layout, 1, 4096, 4096)
+            choose_plan(Product(layout, 1, 4096, 4096))
     PLANS.forget()
     monkeypatch.setenv("SHOESTRING_LOWBIT_EXPERT_SLOT_PLAN", '{"int8_mma": 1}')
     table = ChunkLayout(4, 128, True, 2, False)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from shoestring.hardware.device import BLOCK_RESERVED, H200, DeviceLimits, device_limits
 from shoestring.hardware.plan_table import PlanTable, overridden
-from shoestring.kernels.lowbit.chunk_layout import CHUNK_ROWS, CHUNK_WIDTH, DENSE, ChunkLayout, aligned, ceil_div
+from shoestring.kernels.lowbit.chunk_layout import CHUNK_ROWS, CHUNK_WIDTH, ChunkLayout, aligned, ceil_div
 from shoestring.kernels.runtime.nvrtc import SOURCES, Kernel, compile_kernel, cuda_source, pointer
 
 MOST_ROWS = 16
@@ -54,6 +54,41 @@ class ExpertChoice:
 
 
 # -- plans ---------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Product:
+    """What a plan is for: x [rows, width] times a weight [out, width], the operations around it, and the device."""
+
+    layout: ChunkLayout
+    rows: int
+    out: int
+    width: int
+    norm: bool = False
+    swiglu: bool = False
+    residual: bool = False
+    limits: DeviceLimits = H200
+
+    @property
+    def in_step(self) -> bool:
+        """Inside a decoding step, beside other kernels."""
+        return self.norm or self.swiglu or self.residual
+
+    @property
+    def key(self) -> str:
+        """In the table of plans."""
+        at = f"{self.layout.label} rows<={row_class(self.rows)} {self.out}x{self.width}"
+        return f"{at} step" if self.in_step else at
+
+    @property
+    def row_tiles(self) -> int:
+        """Row tiles of a block with which every SM has one."""
+        return max(1, min(14, ceil_div(ceil_div(self.out, CHUNK_ROWS), self.limits.num_sms)))
+
+    @property
+    def chunks(self) -> int:
+        """Along a row."""
+        return ceil_div(self.width, CHUNK_WIDTH)
+
+
 @dataclass(frozen=True)
 class FewRowsPlan:
     row_warps: int  # x k_warps: the warps of a block
@@ -113,13 +148,17 @@ class FewRowsPlan:
         limit = less_than_half(limits) if self.half_sm else limits.shared_per_block
         return self.shared_bytes(layout, rows, width, norm) <= limit
 
-    def runs(self, layout: ChunkLayout, rows: int, width: int, norm: bool, swiglu: bool, limits: DeviceLimits) -> bool:
+    def holds(self, of: Product) -> bool:
+        """`fits`, for a product."""
+        return self.fits(of.layout, of.rows, of.width, of.norm, of.limits)
+
+    def runs(self, of: Product) -> bool:
         """Whether the kernel can run with this plan, with a norm before or SwiGLU behind the product."""
-        if self.panel % self.k_warps or (norm and (self.panel or self.split > 1)):
+        if self.panel % self.k_warps or (of.norm and (self.panel or self.split > 1)):
             return False
-        if swiglu and self.row_warps * self.tiles % 2:
+        if of.swiglu and self.row_warps * self.tiles % 2:
             return False
-        return self.fits(layout, rows, width, norm, limits)
+        return self.holds(of)
 
 
 # Plans that `python -m experiments.few_rows_plans` and `python -m experiments.decode_plans` measured.
@@ -131,69 +170,58 @@ def row_class(rows: int) -> int:
     return next(n for n in ROW_CLASSES if rows <= n)
 
 
-def rule(
-    layout: ChunkLayout,
-    rows: int,
-    out: int,
-    width: int,
-    norm: bool,
-    swiglu: bool,
-    limits: DeviceLimits = H200,
-    level_bytes: bool = True,
-) -> FewRowsPlan:
+def rule(of: Product, level_bytes: bool = True) -> FewRowsPlan:
     """One block per SM where possible, short rings, two row tiles per warp for few rows, and all of x at once where it
-    is small. int8_mma where it saves more than splitting x into digits costs every block; always for tables, unless
-    `level_bytes` is false."""
-    tiles, chunks = ceil_div(out, CHUNK_ROWS), ceil_div(width, CHUNK_WIDTH)
-    wanted = max(1, min(14, ceil_div(tiles, limits.num_sms)))  # row tiles of a block
+    is small. int8_mma where it saves more than splitting x into digits costs every block.
+
+    Up to four rows of tables of 3 and 4 bits always take int8_mma, unless `level_bytes` is false: fewer instructions
+    are faster at every shape that was timed (five shapes, 1 to 4 rows), so shapes that were not are treated alike. The
+    levels of 4 bits are then 0.3% off (`digits_of_levels`), so a request alone and the same among five or more differ
+    by that, within twice the error of bf16."""
+    layout, rows, width = of.layout, of.rows, of.width
+    wanted = of.row_tiles
     int8_mma = int(rows <= 4 and 8 * rows <= 15 * wanted)
     if layout.table:
         int8_mma = int(rows <= 4 and layout.bits > 2 and level_bytes)
-    whole = norm or rows * width <= (64 if layout.table and int8_mma else 32) * 1024
-    pair = 2 if swiglu or (wanted % 2 == 0 and rows <= 4 and whole and not layout.table) else 1
+    whole = of.norm or rows * width <= (64 if layout.table and int8_mma else 32) * 1024
+    pair = 2 if of.swiglu or (wanted % 2 == 0 and rows <= 4 and whole and not layout.table) else 1
     row_warps = ceil_div(wanted, pair)
     many = row_warps >= 7 if pair == 1 or rows <= 4 else False
     most = 28 if many or (pair == 1 and rows <= 4 and row_warps > 2) else 16
-    k_warps = even_k_warps(most // row_warps, chunks)
+    k_warps = even_k_warps(most // row_warps, of.chunks)
     while k_warps:
-        for panel in (0,) if norm else (0, 2 * k_warps, k_warps) if whole else (2 * k_warps, k_warps):
+        for panel in (0,) if of.norm else (0, 2 * k_warps, k_warps) if whole else (2 * k_warps, k_warps):
             plan = FewRowsPlan(row_warps, k_warps, pair, panel=panel, int8_mma=int8_mma * int(not panel))
-            if plan.fits(layout, rows, width, norm, limits):
+            if plan.holds(of):
                 return plan
         k_warps //= 2
-    return FewRowsPlan(1, 1, 2 if swiglu else 1, panel=int(not norm))
+    return FewRowsPlan(1, 1, 2 if of.swiglu else 1, panel=int(not of.norm))
 
 
-def dense_rule(
-    rows: int, out: int, width: int, norm: bool, swiglu: bool, limits: DeviceLimits = H200
-) -> FewRowsPlan | None:
+def dense_rule(of: Product) -> FewRowsPlan | None:
     """One block per SM, all of x at once, where that is large in clusters; None: x does not fit."""
-    tiles, chunks = ceil_div(out, CHUNK_ROWS), ceil_div(width, CHUNK_WIDTH)
-    for split in (1,) if norm else (1, 2, 4):
-        wanted = max(1, min(14, ceil_div(tiles * split, limits.num_sms)))
-        wanted += wanted % 2 if swiglu else 0
+    for split in (1,) if of.norm else (1, 2, 4):
+        wanted = replace(of, out=of.out * split).row_tiles
+        wanted += wanted % 2 if of.swiglu else 0
         for depth, most in itertools.product((4, 3), (16, 14, 12, 8)):
-            k_warps = even_k_warps(max(1, most // wanted), ceil_div(chunks, split))
+            k_warps = even_k_warps(max(1, most // wanted), ceil_div(of.chunks, split))
             plan = FewRowsPlan(wanted, k_warps, 1, depth, split)
-            if rows * width // split <= 40 * 1024 and plan.fits(DENSE, rows, width, norm, limits):
+            if of.rows * of.width // split <= 40 * 1024 and plan.holds(of):
                 return plan
     return None
 
 
-def half_sm_rule(
-    layout: ChunkLayout, rows: int, out: int, width: int, norm: bool, swiglu: bool, limits: DeviceLimits = H200
-) -> FewRowsPlan | None:
+def half_sm_rule(of: Product) -> FewRowsPlan | None:
     """Half of an SM, with up to 16 warps: the fastest between the kernels of a decoder, for integer formats."""
-    chunks = ceil_div(width, CHUNK_WIDTH)
-    wanted = max(1, min(14, ceil_div(ceil_div(out, CHUNK_ROWS), limits.num_sms)))
-    pair = 2 if swiglu or wanted > 7 else 1
+    wanted = of.row_tiles
+    pair = 2 if of.swiglu or wanted > 7 else 1
     row_warps = ceil_div(wanted, pair)
-    k_warps = even_k_warps(16 // row_warps, chunks)
-    if row_warps * pair > 7 and layout.bits > 2:
+    k_warps = even_k_warps(16 // row_warps, of.chunks)
+    if row_warps * pair > 7 and of.layout.bits > 2:
         k_warps = 1  # a long ring gains more than a second warp
     for depth in (6, 5, 4, 3) if k_warps == 1 else (5, 4, 3):
         plan = FewRowsPlan(row_warps, k_warps, pair, depth, int8_mma=1, half_sm=1)
-        if plan.fits(layout, rows, width, norm, limits):
+        if plan.holds(of):
             return plan
     return None
 
@@ -204,55 +232,25 @@ def even_k_warps(most: int, chunks: int) -> int:
     return min(range(most, most // 2, -1), key=lambda k: ceil_div(chunks, k) * k)
 
 
-def plan_key(layout: ChunkLayout, rows: int, out: int, width: int, step: bool = False) -> str:
-    """`step`: inside a decoding step, with a norm, SwiGLU or residual."""
-    return f"{layout.label} rows<={row_class(rows)} {out}x{width}{' step' if step else ''}"
-
-
 @PLANS.cached
-def choose_plan(
-    layout: ChunkLayout,
-    rows: int,
-    out: int,
-    width: int,
-    norm: bool = False,
-    swiglu: bool = False,
-    residual: bool = False,
-    limits: DeviceLimits = H200,
-) -> FewRowsPlan:
-    """The plan for x [rows, width] and a weight [out, width]: measured, else by rule; SHOESTRING_LOWBIT_PLAN overrides
-    fields."""
-    rows = row_class(rows)  # a plan serves a class of rows, so that few kernels are compiled
-    step = norm or swiglu or residual
-    plan = dense_rule(rows, out, width, norm, swiglu, limits) if layout.dense else None
-    plan = plan or rule(layout, rows, out, width, norm, swiglu, limits)
-    if step and rows <= 2 and not layout.table and not layout.dense:
-        plan = half_sm_rule(layout, rows, out, width, norm, swiglu, limits) or plan
-    measured = PLANS.find(plan_key(layout, rows, out, width, step), limits.name)
-    if measured is not None and measured.runs(layout, rows, width, norm, swiglu, limits):
+def choose_plan(of: Product) -> FewRowsPlan:
+    """Measured, else by rule; SHOESTRING_LOWBIT_PLAN overrides fields."""
+    of = replace(of, rows=row_class(of.rows))  # a plan serves a class of rows, so that few kernels are compiled
+    layout = of.layout
+    plan = (dense_rule(of) if layout.dense else None) or rule(of)
+    if of.in_step and of.rows <= 2 and not layout.table and not layout.dense:
+        plan = half_sm_rule(of) or plan
+    measured = PLANS.find(of.key, of.limits.name)
+    if measured is not None and measured.runs(of):
         plan = measured
-    return overridden(
-        plan,
-        "SHOESTRING_LOWBIT_PLAN",
-        lambda given: given.runs(layout, rows, width, norm, swiglu, limits),
-        f"cannot run with {rows} rows of {out}x{width}",
-    )
+    refusal = f"cannot run with {of.rows} rows of {of.out}x{of.width}"
+    return overridden(plan, "SHOESTRING_LOWBIT_PLAN", lambda given: given.runs(of), refusal)
 
 
-def exact_enough(
-    plan: FewRowsPlan,
-    dtype: torch.dtype,
-    layout: ChunkLayout,
-    rows: int,
-    out: int,
-    width: int,
-    norm: bool,
-    swiglu: bool,
-    limits: DeviceLimits = H200,
-) -> FewRowsPlan:
+def exact_enough(plan: FewRowsPlan, dtype: torch.dtype, of: Product) -> FewRowsPlan:
     """The plan, or for fp16 one without 4-bit levels as bytes: integers up to 127 are as exact as bf16 needs."""
-    if dtype == torch.float16 and plan.int8_mma and layout.table and layout.bits == 4:
-        return rule(layout, row_class(rows), out, width, norm, swiglu, limits, level_bytes=False)
+    if dtype == torch.float16 and plan.int8_mma and of.layout.table and of.layout.bits == 4:
+        return rule(replace(of, rows=row_class(of.rows)), level_bytes=False)
     return plan
 
 
@@ -401,13 +399,12 @@ def few_rows_cuda(
     out = tiles * CHUNK_ROWS // (2 if swiglu else 1)
     out32 = out_dtype == torch.float32
     y = torch.empty(rows, out, dtype=out_dtype or x_MK.dtype, device=x_MK.device)
-    around = (norm_K is not None, swiglu, residual_1N is not None)
-    shape = (layout, rows, tiles * CHUNK_ROWS, width)
-    plan = exact_enough(plan or choose_plan(*shape, *around, limits), x_MK.dtype, *shape, *around[:2], limits)
-    if norm_K is not None and not plan.fits(layout, rows, width, True, limits):  # many rows of great width
+    of = Product(layout, rows, tiles * CHUNK_ROWS, width, norm_K is not None, swiglu, residual_1N is not None, limits)
+    plan = exact_enough(plan or choose_plan(of), x_MK.dtype, of)
+    if norm_K is not None and not plan.holds(of):  # many rows of great width
         x_MK = F.rms_norm(x_MK.float(), (width,), norm_K.float(), eps).to(x_MK.dtype)
-        norm_K, plan = None, choose_plan(*shape, False, *around[1:], limits)
-        plan = exact_enough(plan, x_MK.dtype, *shape, False, swiglu, limits)
+        norm_K, of = None, replace(of, norm=False)
+        plan = exact_enough(choose_plan(of), x_MK.dtype, of)
     norm_K = _readable_norm(norm_K, x_MK)
     norm_dtype = None if norm_K is None else norm_K.dtype
     kernel = _kernel(x_MK.device.index, layout, x_MK.dtype, row_class(rows), plan, norm_dtype, swiglu, out32)
@@ -459,19 +456,21 @@ def choose_expert_plan(
     else:
         plans = [FewRowsPlan(6, 2 if width >= 2048 else 1, 2, int8_mma=int8_mma, half_sm=1)]
 
+    all_slots = Product(layout, rows, out * slots, width, swiglu=swiglu, limits=limits)
+
     def runs(plan: FewRowsPlan) -> bool:
         if choice.sum and (plan.k_warps % choice.top_k or width % CHUNK_WIDTH):
             return False
         if plan.int8_mma and layout.table:  # experts are launched with levels, not with their digits
             return False
         shared = plan.shared_bytes(layout, rows, wide, norm=swiglu) + choice.shared_bytes
-        return plan.runs(layout, rows, wide, False, swiglu, limits) and shared <= less_than_half(limits)
+        return plan.runs(replace(all_slots, width=wide)) and shared <= less_than_half(limits)
 
     plan = next(filter(runs, plans), None)
     if plan is None:
         if choice.sum:
             return None
-        plan = rule(layout, rows, out * slots, width, False, swiglu, limits, level_bytes=False)
+        plan = rule(all_slots, level_bytes=False)
     one_row = "SHOESTRING_LOWBIT_EXPERT_SUM_PLAN" if choice.sum else "SHOESTRING_LOWBIT_EXPERT_ROW_PLAN"
     variable = one_row if choice.top_k else "SHOESTRING_LOWBIT_EXPERT_SLOT_PLAN"
     return overridden(plan, variable, runs, f"cannot run with {slots} experts of {out}x{width}")

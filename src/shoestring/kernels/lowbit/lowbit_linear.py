@@ -98,9 +98,9 @@ def dense_rows_usable(rows: int, weight: Tensor) -> bool:
     if weight.dtype not in (torch.bfloat16, torch.float16):
         return False
     out, width = weight.shape
-    limits = device_limits(weight.device.index)
-    plan = few_rows.PLANS.find(few_rows.plan_key(DENSE, rows, out, width, True), limits.name)
-    return plan is not None and plan.fits(DENSE, rows, width, limits=limits)
+    of = few_rows.Product(DENSE, rows, out, width, residual=True, limits=device_limits(weight.device.index))
+    plan = few_rows.PLANS.find(of.key, of.limits.name)
+    return plan is not None and plan.holds(of)
 
 
 # -- decoding ------------------------------------------------------------------------------------------------
