@@ -18,13 +18,15 @@ from shoestring.cli.app import run_cli
 from shoestring.errors import UserError
 from shoestring.formats import FormatLinear, convert, parse_format
 from shoestring.formats.convert import store_states
-from shoestring.mesh import open_mesh
+from shoestring.mesh import MeshConfig, open_mesh
 from shoestring.model import load_model
+from shoestring.recipes.shrink.lowbit_best import Config
 from shoestring.runlog import RunLog, read_jsonl
 from shoestring.shrink import blockwise
 from shoestring.shrink.blockwise import Blockwise, train_blocks
 from shoestring.shrink.calibrate import Calibration, walk
 from shoestring.shrink.clip import Clip
+from shoestring.shrink.lowbit_stages import micro_of
 from shoestring.shrink.qat import FallingRates, Rates, clip_weights, part_for, read_grids, relative_adamw
 from shoestring.shrink.shrink_run import run_once
 from shoestring.train.cakld import Cakld
@@ -39,6 +41,13 @@ def cli(cli: Callable[..., str]) -> Callable[..., str]:
 
 BEST = [a for a in SMALL if not a.startswith(("calib_windows", "lr="))]
 BEST += ["data=corpus.jsonl", "windows=8", "epochs=2", "k=32"]
+
+
+def test_a_small_batch_needs_no_other_rows_per_pass() -> None:
+    given = {(2, 8): 2, (12, 8): 6, (16, 8): 8, (12, 5): 5, (12, None): None}
+    for (batch, micro), rows in given.items():
+        assert micro_of(Config(batch=batch, micro=micro)) == rows
+    assert micro_of(Config(batch=6, mesh=MeshConfig(dp=2))) == 3
 
 
 def test_blocks_then_end_to_end(cli: Callable[..., str], here: Path) -> None:

@@ -61,6 +61,7 @@ from shoestring.shrink.quantize import (
     quantize_steps,
 )
 from shoestring.train.cuda_graph import GraphedPasses
+from shoestring.train.optim import can_fuse
 
 
 @dataclass(frozen=True)
@@ -295,10 +296,10 @@ def fit(
         raise UserError(f"the outputs of {prefix.rstrip('.')} are not finite on the calibration text; check the model")
     if not groups:
         return before, before
-    fused = True if targets.device.type == "cuda" else None
+    passes = Passes(block, targets, groups, settings)
+    fused = can_fuse(passes.params)
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0, eps=1e-12, fused=fused)
     state = snapshot(groups)
-    passes = Passes(block, targets, groups, settings)
     gen = torch.Generator().manual_seed(settings.seed * 1_000_003 + index)
     steps_per_epoch = math.ceil(len(rest) / settings.batch)
     num_steps, step = settings.epochs * steps_per_epoch, 0

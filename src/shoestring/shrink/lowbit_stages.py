@@ -70,6 +70,7 @@ FREE = (
     *("run", "resume", "resume_from", "device", "mesh", "micro", "recompute", "compile", "log_every", "save_every"),
     *("steps", "out", "verify", "max_perplexity", "force"),
 )
+USUAL_MICRO = 8
 # Folders that a finished run does not need.
 STAGES = ("clipped", "teacher", "tokens", "checkpoints", "blocks")
 
@@ -92,7 +93,9 @@ class LowbitSettings:
     steps: int = option(200, "optimizer steps end to end", least=1)
     batch: int = option(32, "rows per step over all ranks", least=1)
     context: int = option(1024, "tokens per row", least=1)
-    micro: int | None = option(8, "rows per forward pass on one rank; none: all at once", least=1)
+    micro: int | None = option(
+        USUAL_MICRO, "rows per forward pass on one rank (8: or fewer, as the batch divides); none: all at once", least=1
+    )
     clip: float = option(1.0, "largest gradient norm; 0 is off", least=0)
     seed: int = option(0, "random seed of the text and the order of the data")
     text: str | None = option(None, "a text file: perplexity before and after; not the training text")
@@ -171,7 +174,7 @@ def check(cfg: LowbitSettings) -> list[Rule]:
         raise UserError("give prompts= (the model then writes its own training text) or data= (a corpus), and not both")
     check_apart(settings, "data", "prompts")
     check_outputs(settings, "out")
-    rows_per_pass(cfg.batch, cfg.micro, cfg.mesh.dp * cfg.mesh.replica)
+    rows_per_pass(cfg.batch, micro_of(cfg), cfg.mesh.dp * cfg.mesh.replica)
     if cfg.gamma is not None:
         check_gamma(cfg.gamma)
     spec, tokenizer = read_spec(cfg.model)
@@ -263,8 +266,17 @@ def load_corpus(cfg: LowbitSettings, folder: Path, log: RunLog) -> Corpus:
     return tokenize_corpus(str(folder / "self_text.jsonl"), folder / "tokens", tokenizer=tokenizer, **options)
 
 
+def micro_of(cfg: LowbitSettings) -> int | None:
+    """micro=, or where it is the usual one the most of so many rows that divide those of a rank: a small batch needs no
+    other setting."""
+    if cfg.micro != USUAL_MICRO:
+        return cfg.micro
+    rows = rows_per_pass(cfg.batch, None, cfg.mesh.dp * cfg.mesh.replica)
+    return max(n for n in range(1, USUAL_MICRO + 1) if rows % n == 0)
+
+
 def token_data(cfg: LowbitSettings, corpus: Corpus, mesh: Mesh) -> TokenData:
-    rows: dict[str, Any] = {"context": cfg.context, "batch": cfg.batch, "micro": cfg.micro, "seed": cfg.seed}
+    rows: dict[str, Any] = {"context": cfg.context, "batch": cfg.batch, "micro": micro_of(cfg), "seed": cfg.seed}
     return TokenData(corpus.train, **rows, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size)
 
 

@@ -27,7 +27,7 @@ from shoestring.errors import UserError
 from shoestring.formats import Dense, GridFormat, Parts, convert, init_state
 from shoestring.formats.convert import Rule, format_linears
 from shoestring.formats.groups import split
-from shoestring.formats.linear import full, local
+from shoestring.formats.linear import full
 from shoestring.formats.quantized import QuantizedFormat
 from shoestring.mesh import Mesh
 from shoestring.model import Decoder, load_into
@@ -39,6 +39,7 @@ from shoestring.shrink.calibrate import BlockStep, Statistics, block_linears
 from shoestring.shrink.chosen_grid import state_of
 from shoestring.shrink.clip import Clip, clip_ranges
 from shoestring.shrink.quantize import plan
+from shoestring.train.optim import can_fuse
 from shoestring.train.step import Hook, Run
 
 # -- where training starts -----------------------------------------------------------------------------------
@@ -198,7 +199,7 @@ def relative_adamw(model: nn.Module, rates: Rates) -> torch.optim.AdamW:
             groups.setdefault(2.0 ** (round(8 * math.log2(lr)) / 8), []).append(p)
     if not groups:
         raise UserError("nothing is left to train: all learning rates are 0")
-    fused = True if local(next(iter(groups.values()))[0]).is_cuda else None
+    fused = can_fuse(p for params in groups.values() for p in params)
     made = [{"params": params, "lr": lr, "full_lr": lr} for lr, params in groups.items()]
     return torch.optim.AdamW(made, betas=(0.9, 0.95), weight_decay=0.0, eps=1e-12, fused=fused)
 

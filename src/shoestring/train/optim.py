@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shoestring.errors import UserError
 from shoestring.formats.convert import format_hosts
@@ -34,11 +34,18 @@ def adamw(
     groups = decay_groups(model, weight_decay, without=grids)
     if not groups:
         raise UserError("the model has no trainable parameters; nothing to optimise")
-    tensors = [local(p) for group in groups for p in group["params"]]
-    # One pass over each tensor; on a CPU half the time or less. On a CPU it reads the memory of parameter, gradient and
-    # state in order, without their strides: torch checks this on CUDA only.
-    fused = all(t.is_cuda or (t.device.type == "cpu" and t.is_contiguous()) for t in tensors)
-    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=fused or None)
+    fused = can_fuse(p for group in groups for p in group["params"])
+    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=fused)
+
+
+def can_fuse(params: Iterable[Tensor]) -> bool | None:
+    """AdamW's `fused`: one pass over each tensor, on a CPU half the time or less; None where torch cannot.
+
+    On a CPU it reads the memory of parameter, gradient and state in order, without their strides: torch checks this on
+    CUDA only.
+    """
+    tensors = map(local, params)
+    return all(t.is_cuda or (t.device.type == "cpu" and t.is_contiguous()) for t in tensors) or None
 
 
 def decay_groups(model: nn.Module, weight_decay: float, without: Container[int] = ()) -> list[dict[str, Any]]:
