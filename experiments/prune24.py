@@ -105,6 +105,7 @@ CODED = {
     "int3:gptq+clip": ("dense", "int3:g64", "gptq+clip"),
 }
 QAT = {"bitdistiller": "BitDistiller", "ours": "ours"}
+SMALLER_TEXT = "English, 3.6M different tokens"
 QAT_FORMAT = "nf3:s2:g192"  # 0.2 bits fewer than 2:4 with 4-bit values
 CASES = ("dense", *ONE_SHOT, "sparsegpt+slorb", *TRAINED, *CODED)
 NAMES = {
@@ -422,13 +423,19 @@ SHARED = ("context", "tokens", "items")  # rows that agree on these, and on the 
 
 def grouped() -> list[list[dict[str, Any]]]:
     """The newest line of every method, in the order of the methods, grouped by machine and test; of each machine the
-    test that was measured last."""
+    test that was measured last, and of retrained rows those with the most tokens."""
     found: dict[str, dict[tuple[Any, ...], list[dict[str, Any]]]] = {}
     for line in newest(BENCH):
         tests, test = found.setdefault(line["device"], {}), tuple(line["config"][k] for k in SHARED)
         tests[test] = [*tests.pop(test, []), line]  # the last one measured comes last
-    last = [{n["case"]: n for n in list(tests.values())[-1]} for tests in found.values()]
+    last = [{n["case"]: n for n in longest(list(tests.values())[-1])} for tests in found.values()]
     return [sorted(lines.values(), key=lambda n: CASES.index(n["case"])) for lines in last]
+
+
+def longest(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Without rows that were retrained on fewer tokens than others: those are in `beside_three_bits`."""
+    most = max((n["config"].get("train_tokens", 0) for n in lines), default=0)
+    return [n for n in lines if n["config"].get("train_tokens", most) == most]
 
 
 def table() -> str:
@@ -449,22 +456,25 @@ def _table(lines: list[dict[str, Any]]) -> str:
             trained = f"{config['train_tokens']:,} ({config['unique_tokens']:,} different)"
         times = "" if n["ratio"] is None or n["case"] == "dense" else f"{1 / n['ratio']:.2f}x"
         accuracy = f"{100 * n['quality']['accuracy_LAMBADA']:.1f}"
-        name = NAMES.get(n["case"], n["case"])
-        rows.append([name, f"{config['bits']:.3g}", f"{n['value']:,.1f}", times, accuracy, trained])
+        name, off = NAMES.get(n["case"], n["case"]), n["quality"].get("novels")
+        elsewhere = [f"{off:,.1f}" if off else "", accuracy]
+        rows.append([name, f"{config['bits']:.3g}", f"{n['value']:,.1f}", times, *elsewhere, trained])
     config = lines[-1]["config"]
-    header = [MODEL, "bits/weight", "perplexity", "of full precision", "LAMBADA, %", "training tokens"]
+    header = [MODEL, "bits/weight", "perplexity", "of full precision", "novels", "LAMBADA, %", "training tokens"]
     said = (
         f"\n\nWikiText-2 test text (tokenised edition), first {config['tokens']:,} tokens, context "
-        f"{config['context']}; {config['items']} LAMBADA items; calibrated on {calibrated(lines)} tokens "
-        "of the validation text."
+        f"{config['context']}; novels: perplexity on {min(config['tokens'], 65536):,} tokens of LAMBADA's passages, "
+        f"context 512, empty where it was not measured; {config['items']} LAMBADA items; calibrated on "
+        f"{calibrated(lines)} tokens of the validation text."
     )
     return markdown(header, rows) + said + provenance(lines)
 
 
 def beside_three_bits() -> str:
-    """What AST leaves at 9 bits a weight beside training at 3 bits without pruning."""
+    """What AST leaves at 9 bits a weight, and with 4-bit values, beside training at 3 bits without pruning."""
     lines = [n for n in max(grouped(), key=lambda own: own[-1]["config"]["tokens"]) if n["case"] in ("dense", "ast")]
     full = next(n["value"] for n in lines if n["case"] == "dense")
+    short = shortly_trained(lines[0]["config"])
     best = [best_settings()[SMOLLM2, method, QAT_FORMAT] for method in ("bitdistiller", "ours")]
     own = [n for found in best for n in found.lines]
     english = [n for n in newest("lowbit_quality") if n["config"].get("text") and n["config"]["training_tokens"]]
@@ -478,7 +488,9 @@ def beside_three_bits() -> str:
     for n in lines:
         tokens = n["config"].get("train_tokens", 0)
         add(NAMES[n["case"]], "English, 22.5M different tokens" if tokens else "", tokens, n)
-    for text, several in (("English, 3.6M different tokens", english), ("its own", own)):
+    for n in short:
+        add(NAMES[n["case"]], SMALLER_TEXT, n["config"]["train_tokens"], n)
+    for text, several in ((SMALLER_TEXT, english), ("its own", own)):
         for n in several:
             method = QAT[n["config"]["method"].partition("@")[0]]
             add(f"not pruned, {method} at {QAT_FORMAT}", text, n["config"]["training_tokens"], n)
@@ -489,7 +501,17 @@ def beside_three_bits() -> str:
         "larger one."
     )
     header = [MODEL, "bits/weight", "training tokens", "training text", "WikiText-2", "novels"]
-    return markdown(header, rows) + said + provenance([*lines, *english, *own])
+    return markdown(header, rows) + said + provenance([*lines, *short, *english, *own])
+
+
+def shortly_trained(test: dict[str, Any]) -> list[dict[str, Any]]:
+    """AST on the smaller text, on the same test as the others: the newest of each case."""
+    found = {}
+    for n in newest(BENCH):
+        same = all(n["config"][k] == test[k] for k in SHARED)
+        if same and "novels" in n["quality"] and n["config"].get("train_tokens", 1e9) < 1e7:
+            found[n["case"]] = n
+    return sorted(found.values(), key=lambda n: CASES.index(n["case"]))
 
 
 def calibrated(lines: list[dict[str, Any]]) -> str:
