@@ -41,16 +41,14 @@ class Counting(Drafter):
         self.drafter = drafter
         self.tested: list[int] = []  # by position: drafts whose predecessors were all accepted
         self.kept: list[int] = []
-        self.num_rounds = 0  # passes of the target for a request that was past its prompt
+        self.num_rounds = 0  # passes of the target for a request that was past its prompt, also those without drafts
 
     def propose(self, requests: Sequence[Request], n: int) -> list[Draft]:
+        self.num_rounds += len(requests)
         return self.drafter.propose(requests, n)
 
     def observe(self, request: Request, num_drafted: int, num_accepted: int) -> None:
         self.drafter.observe(request, num_drafted, num_accepted)
-        if len(request.tokens) - num_accepted - 1 == request.num_prompt:
-            return  # the last pass of the prefill, which has no drafts
-        self.num_rounds += 1
         missing = num_drafted - len(self.tested)
         self.tested += [0] * missing
         self.kept += [0] * missing
