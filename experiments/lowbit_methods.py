@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from experiments.time_budget import OutOfTime, TimeBudget
 from shoestring.errors import UserError
@@ -30,8 +31,8 @@ from shoestring.mesh import open_mesh
 from shoestring.model import Decoder
 from shoestring.model.tokenizer import Tokenizer
 from shoestring.runlog import RunLog
-from shoestring.shrink.blockwise import Blockwise, train_blocks
-from shoestring.shrink.calibrate import BlockStep, Calibration, walk, windows
+from shoestring.shrink.blockwise import Blockwise, TrainingStep, fit, root_mean_square, train_blocks, walk_pairs
+from shoestring.shrink.calibrate import BlockStep, Calibration, block_linears, walk, windows
 from shoestring.shrink.clip import Clip
 from shoestring.shrink.gptq import Gptq
 from shoestring.shrink.mixed_bits import MixedBits, choose_formats, measure_damage
@@ -304,13 +305,20 @@ def start_clipped(subject: Subject, label: str, search: Clip, mix: str = "") -> 
 
 def ast(subject: Subject, label: str, given: str, *, seed: int = 0) -> tuple[Decoder, dict[str, Any]]:
     """SparseGPT, then AST; where `label` has bits (sparse24+int4:g32), the kept values are quantized after that.
-    `ast@3e-4,frozen,batch=8,awq`: this rate, SparseGPT's masks throughout, 8 rows a step, AWQ for GPTQ + clip."""
+    `ast@3e-4,frozen,batch=8,awq,blocks=0.01`: this rate, SparseGPT's masks throughout, 8 rows a step, AWQ for GPTQ +
+    clip, and before AST each block's kept weights are trained against the full block's outputs, at a rate of 0.01 of
+    their root mean square. The tokens of that stage are taken from AST's."""
     options = dict(item.partition("=")[::2] for item in filter(None, given.split(",")))
     lr = next((float(key) for key in options if key[0].isdigit()), 3e-4)
     teacher = copy.deepcopy(subject.fresh()).to(subject.model.compute_dtype)
     model, data = subject.fresh(), subject.data(seed, int(options.get("batch", 0)))
-    prune(model, subject.rules(parse_format("sparse24:held")), walk(model, subject.calibration), SparseGpt())
-    steps = subject.training_tokens // data.tokens_per_step
+    walked: Iterator[BlockStep] = walk(model, subject.calibration)
+    used, blocks = 0, Blockwise(epochs=2, batch=4, lr_weight=float(options.get("blocks", 0)), seed=seed)
+    if blocks.lr_weight:
+        walked = reconstructed(model, walk_pairs(model, subject.calibration, Calibration(), 0), blocks)
+        used = blocks.epochs * subject.calibration.numel()
+    prune(model, subject.rules(parse_format("sparse24:held")), walked, SparseGpt())
+    steps = (subject.training_tokens - used) // data.tokens_per_step
     refresh = 1 << 30 if "frozen" in options else 10
     settings = Retrain(steps=steps, lr=lr, warmup=max(1, steps // 20), refresh=refresh)
     mesh = open_mesh(device=str(data_device(model)))
@@ -324,7 +332,29 @@ def ast(subject: Subject, label: str, given: str, *, seed: int = 0) -> tuple[Dec
         if isinstance(method, Gptq):  # the default of shrink/ptq
             method, calibration = replace(method, act_order=True), replace(calibration, weigh="token")
         quantize(model, subject.rules(parse_format(label)), walk(model, subject.calibration, calibration), method)
-    return model, {"training_tokens": steps * data.tokens_per_step, "lr": lr, "batch": data.batch}
+    return model, {"training_tokens": used + steps * data.tokens_per_step, "lr": lr, "batch": data.batch}
+
+
+def reconstructed(model: Decoder, steps: Iterator[TrainingStep], settings: Blockwise) -> Iterator[BlockStep]:
+    """The steps of a pruning. After each the block's kept weights are trained against the full block's outputs."""
+    for step in steps:
+        yield step  # the caller prunes the block
+        block = model.blocks[step.index]
+        assert isinstance(block, nn.Module)
+        weights = [m.weight for m in block_linears(block).values() if not isinstance(m.format, Dense)]
+        rates = [settings.lr_weight * float(root_mean_square(w[w != 0])) for w in weights]
+        hooks = [keep_zeros(w) for w in weights]
+        groups = [{"params": [w], "lr": rate, "full_lr": rate} for w, rate in zip(weights, rates, strict=True)]
+        before, after = fit(block, step.targets, groups, settings, step.index, f"blocks.{step.index}.")
+        print(f"  block {step.index}: error {before:.4f} -> {after:.4f}", flush=True)
+        for hook in hooks:
+            hook.remove()
+        block.zero_grad()
+
+
+def keep_zeros(w: Tensor) -> RemovableHandle:
+    kept = w.detach() != 0
+    return w.register_hook(lambda grad: grad * kept)
 
 
 def ours(subject: Subject, label: str, setting: Ours, *, seed: int = 0) -> tuple[Decoder, int]:
