@@ -303,6 +303,7 @@ class Bench:
             found |= {
                 f"{kind}acceptance": round(a.acceptance, 4),
                 f"{kind}accepted_length": round(a.accepted_length, 3),
+                **({f"{kind}offered": round(a.offered, 3)} if a.offered < 1 else {}),
                 "tokens": a.num_tokens,
             }
         record(

@@ -226,20 +226,16 @@ def test_frequent_tokens() -> None:
             frequent_tokens(text, bad, 10)
 
 
-def test_counting_looks_only_at_guesses_behind_right_ones() -> None:
+def test_counting_looks_only_at_guesses_behind_right_ones_and_at_every_pass() -> None:
     class Silent(Drafter):
         def propose(self, requests: Any, n: int) -> Any: ...
 
-    class Asked:
-        def __init__(self, num_new: int) -> None:
-            self.tokens, self.num_prompt = [0] * (10 + num_new), 10
-
     counting = Counting(Silent())
-    counting.observe(Asked(1), 0, 0)  # type: ignore[arg-type]
-    assert counting.num_rounds == 0  # that was the prompt
+    for _ in range(6):  # twice the drafter has no guess, of which the engine does not tell it
+        counting.propose([None], 3)  # type: ignore[list-item]
     for num_drafted, num_accepted in ((3, 0), (3, 1), (3, 3), (1, 1)):
-        counting.observe(Asked(9), num_drafted, num_accepted)  # type: ignore[arg-type]
-    assert counting.tested == [4, 2, 1] and counting.kept == [3, 1, 1] and counting.num_rounds == 4
+        counting.observe(None, num_drafted, num_accepted)  # type: ignore[arg-type]
+    assert counting.tested == [4, 2, 1] and counting.kept == [3, 1, 1] and counting.num_rounds == 6
 
 
 def test_a_trimmed_writer_says_only_its_tokens(here: Path) -> None:

@@ -3,7 +3,9 @@
     acceptance        accepted drafts as a share of the verified ones. A draft behind a rejected one is not verified, so
                       this estimates the chance alpha that a draft is right, whatever the draft length. (Accepted /
                       drafted, as engines often report, falls with the draft length.)
-    accepted_length   tokens a request gains per pass of the target: 1 + accepted drafts
+    accepted_length   tokens a request gains per pass of the target: 1 + accepted drafts; passes without drafts count.
+                      A lookup that seldom finds anything may have a high acceptance and gain next to nothing.
+    offered           share of those passes that had drafts
     at                acceptance of the first, second, ... draft
     tokens_per_s      of the whole run, prefill included
 
@@ -41,6 +43,7 @@ class Counting(Drafter):
         self.drafter = drafter
         self.tested: list[int] = []  # by position: drafts whose predecessors were all accepted
         self.kept: list[int] = []
+        self.num_offered = 0  # passes with drafts
         self.num_rounds = 0  # passes of the target for a request that was past its prompt, also those without drafts
 
     def propose(self, requests: Sequence[Request], n: int) -> list[Draft]:
@@ -49,6 +52,7 @@ class Counting(Drafter):
 
     def observe(self, request: Request, num_drafted: int, num_accepted: int) -> None:
         self.drafter.observe(request, num_drafted, num_accepted)
+        self.num_offered += 1
         missing = num_drafted - len(self.tested)
         self.tested += [0] * missing
         self.kept += [0] * missing
@@ -67,6 +71,7 @@ class Acceptance:
     at: list[float] = field(default_factory=list)
     num_tokens: int = 0
     tokens_per_s: float = 0.0
+    offered: float = 1.0
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -102,6 +107,7 @@ def measure_acceptance(
         [round(r, 4) for r in rates],
         num_new,
         num_new / seconds,
+        counting.num_offered / max(1, counting.num_rounds),
     )
 
 
