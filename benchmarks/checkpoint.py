@@ -161,8 +161,8 @@ class Save:
 
 
 def measure(job: Job, save: Save, step_s: float, repeats: int, most_s: float) -> dict[str, list[float]]:
-    """Stalls and lost seconds of `repeats` saves, after one that is not counted where there are several."""
-    found: dict[str, list[float]] = {"stall_s": [], "lost_s": [], "steps": [], "first_stall_s": []}
+    """Stalls and lost seconds of `repeats` saves: of the first, and of the others where there are any."""
+    found: dict[str, list[float]] = {"stall_s": [], "lost_s": [], "steps": [], "first_stall_s": [], "first_lost_s": []}
     for repeat in range(repeats):
         job.finish()
         began = time.perf_counter()
@@ -179,9 +179,11 @@ def measure(job: Job, save: Save, step_s: float, repeats: int, most_s: float) ->
         lost = time.perf_counter() - began - steps * step_s
         hook.remove()
         save.wait()
-        if repeat == 0 and repeats > 1:
+        if repeat == 0:
             found["first_stall_s"].append(stall)
-            continue
+            found["first_lost_s"].append(lost)
+            if repeats > 1:
+                continue
         found["stall_s"].append(stall)
         found["lost_s"].append(lost)
         found["steps"].append(steps)
@@ -197,11 +199,9 @@ SETTINGS = CheckpointConfig(checkpoint="auto", keep_last=1, levels=LevelsConfig(
 def open_ours(job: Job, folder: Path) -> LevelCheckpointer:
     saver = LevelCheckpointer(folder / "checkpoints", SETTINGS)
     saver.resume(job.run, {})
-    for _ in range(3):
+    while saver.memory is None:  # until it has its memory; the first save is measured
         job.step()
-        saver.save_next()
         saver.after_step(job.run, {})
-    assert saver.memory is not None
     saver.memory.touch_now()
     saver.memory.wait()
     return saver
@@ -380,7 +380,7 @@ def measure_peers(job: Job, scratch: Path, step_s: float, repeats: int, deadline
                     continue
                 gc.collect()
                 try:
-                    times = 2 if "async" in case and repeats > 1 else 1
+                    times = 2 if repeats > 1 else 1
                     with warnings.catch_warnings():
                         warnings.simplefilter("ignore")
                         found.add(case, measure(job, peer(case, job, peers), step_s, times, 40.0))
@@ -408,9 +408,11 @@ def measure_disk(job: Job, folder: Path, step_s: float, deadline: float, found: 
 
 def show(case: str, row: dict[str, list[float]]) -> None:
     stall, lost = statistics.median(row["stall_s"]), statistics.median(row["lost_s"])
-    first = f", first {1e3 * row['first_stall_s'][0]:.0f}" if row["first_stall_s"] else ""
+    first, first_lost = 1e3 * row["first_stall_s"][0], row["first_lost_s"][0]
     print(
-        f"  {case}: stall {1e3 * stall:.1f} ms{first}; {lost:.2f} s lost over {row['steps'][0]:.0f} steps", flush=True
+        f"  {case}: stall {1e3 * stall:.1f} ms (first {first:.1f}); {lost:.2f} s lost over {row['steps'][0]:.0f} steps "
+        f"(first {first_lost:.2f})",
+        flush=True,
     )
 
 
@@ -483,8 +485,9 @@ def record_rows(name: str, config: dict[str, Any], found: Found) -> None:
         where = "tmpfs" if found.peers_on == "memory" else "local disk"
         note = f"copies in {found.place}" if case.startswith("ours") else f"to {where}{threads}"
         quality: dict[str, Any] = {"steps": int(row["steps"][0])}
-        if row["first_stall_s"]:
-            quality["first_stall_ms"] = round(1e3 * row["first_stall_s"][0], 1)
+        quality["first_stall_ms"] = round(1e3 * row["first_stall_s"][0], 1)
+        quality["first_lost"] = round(100 / SAVE_EVERY_S * row["first_lost_s"][0], 3)
+        quality["saves"] = 1 + len(row["stall_s"]) if row["stall_s"] != row["first_stall_s"] else 1
         for metric, unit, key, scale in (
             ("stall_ms", "ms", "stall_s", 1e3),
             ("lost_step_time", "% of a minute", "lost_s", 100 / SAVE_EVERY_S),
@@ -537,9 +540,12 @@ def table() -> str:
     rows = []
     for case in cases:
         stall, lost = cells[case, "stall_ms"], cells[case, "lost_step_time"]
-        ratio = "" if stall["ratio"] is None else f"{stall['ratio']:,.3g}x"
-        rows.append([case, stall_text(stall["value"]), ratio, f"{max(lost['value'], 0.0):.2g} %"])
-    head = ["case", "stall of a save", "less than DCP sync", "step time lost at one save a minute"]
+        base = cells.get((f"{case.split(',')[0]}, DCP sync", "stall_ms"))
+        first = first_stall(stall)
+        later = stall_text(stall["value"]) if saved_again(stall) else ""
+        ratio = "" if base is None else f"{first_stall(base) / first:,.3g}x"
+        rows.append([case, stall_text(first), ratio, later, f"{max(lost['value'], 0.0):.2g} %"])
+    head = ["case", "first stall", "less than DCP sync", "later stalls", "step time lost at one save a minute"]
     restores = [n for n in lines if n["metric"] == "restore_gbps"]
     pages = {n["case"]: "huge pages" if n["config"].get("pages") == "huge" else "small pages" for n in restores}
     text = "; ".join(
@@ -554,6 +560,16 @@ def table() -> str:
         + f"\n\nRestored from memory in a new process, verified: {text}. {steps}."
         + provenance(shown)
     )
+
+
+def saved_again(line: dict[str, Any]) -> bool:
+    """Whether the line's value is that of later saves; otherwise it is the first and only one."""
+    quality = line["quality"] or {}
+    return bool(quality.get("saves", 1) > 1 or ("saves" not in quality and "first_stall_ms" in quality))
+
+
+def first_stall(line: dict[str, Any]) -> float:
+    return float(line["quality"]["first_stall_ms"] if saved_again(line) else line["value"])
 
 
 def stall_text(ms: float) -> str:

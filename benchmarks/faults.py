@@ -418,10 +418,10 @@ def table() -> str:
     lost = {case: n["quality"]["worst"] for (case, metric), n in cells.items() if metric == "lost_steps"}
     repeated = "; ".join(f"{case}: {steps} of {interval}" for case, (steps, interval) in lost.items())
     return (
-        f"{sum(n['value'] for n in kills.values()):,.0f} kills ("
-        + "; ".join(f"{case}: {n['value']:,.0f}" for case, n in kills.items())
-        + f"): wrong bits were loaded {wrong:.0f} times. {flipped} bytes were flipped; {refused} times the version "
-        f"was refused. Most steps repeated, of an interval: {repeated}." + hosts_text(cells) + provenance(lines)
+        f"{sum(n['value'] for n in kills.values()):,.0f} kills in {len(kills)} campaigns: wrong bits were loaded "
+        f"{wrong:.0f} times. {flipped} bytes were flipped; {refused} times the version was refused. Most steps repeated, of an interval: {repeated}."
+        + hosts_text(cells)
+        + provenance(lines)
     )
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import random
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoestring.state.levels.policy import (
+    EARLY_SHARE,
     LEVELS,
     Cost,
     Mean,
@@ -18,10 +22,11 @@ from shoestring.state.levels.policy import (
     duration,
     explain,
     make_plan,
+    margin_steps,
     predicted_waste,
     prior_rates,
 )
-from shoestring.state.levels.simulate import SaveSchedule, compare, draw_failures, wasted
+from shoestring.state.levels.simulate import compare, draw_failures, planned, regular, wasted
 
 SECONDS = st.floats(1e-4, 1e4)
 COSTS = st.builds(Cost, SECONDS, SECONDS, SECONDS)
@@ -43,9 +48,11 @@ def test_a_plan_keeps_its_bounds_and_nests(levels: dict, step_s: float, budget: 
     durable = plan.intervals[0].cost.drain_s
     assert plan.period >= plan.margin >= 1 and plan.margin * step_s >= durable * (1 - 1e-6)
     # A save of a level is one of every nearer level too, so that it copies what is there.
+    names = tuple(i.level for i in plan.intervals)
     for save in (1, 2, 3, math.prod(i.multiple for i in plan.intervals[1:])):
-        levels_then = plan.levels_at(save)
-        assert levels_then == tuple(i.level for i in plan.intervals)[: len(levels_then)] and levels_then
+        levels_then = plan.levels_due(dict.fromkeys(names, save))
+        assert levels_then == names[: len(levels_then)] and levels_then
+    assert levels_then == names
     assert len(explain(plan)) == len(levels)
 
 
@@ -59,6 +66,42 @@ def test_the_interval_of_a_free_level_is_youngs_and_no_other_is_better(cost: Cos
         least = predicted_waste({"memory": (free, tau)}, {"memory": rate})
         for other in (0.5, 0.9, 1.1, 2.0):
             assert predicted_waste({"memory": (free, tau * other)}, {"memory": rate}) >= least
+
+
+def worst_losses(cost: Cost, rate: float, step_s: float, budget: float) -> Iterator[tuple[float, float, int]]:
+    """At the last moment before each save is durable: (seconds since the start, work that a crash would lose, saves
+    begun)."""
+    work = now = held = 0.0
+    for k, (seconds, _) in enumerate(planned({"memory": cost}, {"memory": rate}, step_s, budget).saves(), 1):
+        work, now = work + seconds, now + seconds + cost.stall_s
+        yield now + cost.drain_s, work + cost.drain_s - held, k
+        held = work
+
+
+@given(COSTS, RATES, SECONDS, st.floats(1e-3, 0.5))
+@settings(max_examples=100, deadline=None)
+def test_a_crash_at_any_time_loses_a_tenth_of_the_run_or_what_saving_costs(
+    cost: Cost, rate: float, step_s: float, budget: float
+) -> None:
+    margin = margin_steps(cost, step_s) * step_s
+    least = max(cost.drain_s, cost.stall_s / budget)
+    floor = max(2 * margin, margin + least) + 2 * step_s
+    for now, lost, saves in itertools.islice(worst_losses(cost, rate, step_s, budget), 60):
+        assert lost <= max(EARLY_SHARE * now, floor) * (1 + 1e-6)
+        assert (saves - 1) * cost.stall_s <= budget * now * (1 + 1e-6)  # the first save is free
+
+
+def test_a_tiny_run_that_is_killed_early_loses_little() -> None:
+    """Steps of 0.1 s and saves of 5 ms: Young's interval would be half a minute."""
+    rate = prior_rates(("memory", "disk"), 1)["memory"].per_s
+    assert math.sqrt(2 * 0.005 / rate) > 30
+    losses = itertools.takewhile(lambda at: at[0] < 25 * 0.1, worst_losses(Cost(0.005, 0.02), rate, 0.1, 0.01))
+    assert max(lost for _, lost, _ in losses) < 0.75
+    # What that costs where failures do not come early: next to nothing.
+    cost, draw = {"memory": Cost(0.005)}, random.Random(0)
+    failures = [(draw.expovariate(rate), "memory") for _ in range(300)]
+    young = regular(math.sqrt(2 * 0.005 / rate), {"memory": 1}, cost)
+    assert wasted(planned(cost, {"memory": rate}, 0.1), failures) == pytest.approx(wasted(young, failures), rel=0.1)
 
 
 def test_the_failure_rate_follows_what_happens() -> None:
@@ -96,13 +139,11 @@ def test_the_simulator_agrees_with_the_formula() -> None:
     assert [round(i.seconds) for i in plan.intervals] == pytest.approx([44, 268, 2078], rel=0.1)
     every = {"memory": 1, "peer": plan.intervals[1].multiple}
     every["remote"] = every["peer"] * plan.intervals[2].multiple
-    import random
-
     draw = random.Random(0)
     failures = [(draw.expovariate(1 / 3600), draw.choices([*shares], [*shares.values()])[0]) for _ in range(20000)]
-    simulated = wasted(SaveSchedule(plan.intervals[0].seconds, every, costs), failures)
+    simulated = wasted(regular(plan.intervals[0].seconds, every, costs), failures)
     assert simulated == pytest.approx(plan.waste, rel=0.1) and 0.055 < simulated < 0.07
-    young = SaveSchedule(daly_interval(30.0, 3600.0), {"remote": 1}, {"remote": costs["remote"]})
+    young = regular(daly_interval(30.0, 3600.0), {"remote": 1}, {"remote": costs["remote"]})
     assert wasted(young, failures) > 0.18  # one level, at its own best interval
 
 

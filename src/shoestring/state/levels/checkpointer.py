@@ -86,7 +86,8 @@ from shoestring.state.levels.snapshot import MemoryLevel, hold_alive, lay_out, l
 from shoestring.state.levels.version import LIFE, HeldBox, HeldCopy, dump_index, sum_of_names
 from shoestring.state.levels.xor_sets import XorRound, rebuild_lost, xor_sets
 
-MEASURE_S = 2.0  # seconds to the second save, which knows what the first one cost
+MEASURE_S = 0.5  # seconds between the first saves, which show what a save costs
+NUM_MEASURED = 3
 RETRY_STEPS = 4  # a skipped save is tried again after this part of an interval
 
 
@@ -127,6 +128,8 @@ class LevelCheckpointer:
         self.share: Share | None = None
         self.plan: IntervalPlan | None = None
         self.saves = 0  # finished or under way
+        self._since = dict.fromkeys(LEVELS, 0)  # saves since the last one of each level
+        self._began: float | None = None  # when the first step of this life ended
         self.skipped = 0
         self.saved_step: int | None = None  # the newest step that is on disk for certain
         self.next_step: int | None = None
@@ -188,6 +191,7 @@ class LevelCheckpointer:
 
     def after_step(self, run: RunLike, parts: dict[str, Any]) -> None:
         now = time.perf_counter()
+        self._began = now if self._began is None else self._began
         if self._last_step_at is not None:
             self._step_s = self._step_s.after(now - self._last_step_at)
         if self._commit_by is not None and run.step >= self._commit_by and self.memory is not None:
@@ -427,10 +431,11 @@ class LevelCheckpointer:
         flags += [peers is None or not peers.error]
         disk, far = self._new_drains()
         peer_s = 0.0 if peers is None else peers.seconds
-        numbers = [memory.stall_s, memory.commit_s(), self._step_s.value, disk, far, peer_s]
+        assert self._began is not None
+        numbers = [memory.stall_s, memory.commit_s(), self._step_s.value, disk, far, peer_s, began - self._began]
         agreed = self._agree_numbers(flags, numbers)
         ready, committed, peers_idle, replicated_all, has_room, peers_work, *agreed = agreed
-        stall, commit_s, step_s, disk_s, remote_s, peer_s = agreed
+        stall, commit_s, step_s, disk_s, remote_s, peer_s, elapsed_s = agreed
         if not has_room:
             self._leave_tmpfs(run, parts)
             return
@@ -454,13 +459,15 @@ class LevelCheckpointer:
         if error is not None and run.log is not None:
             run.log.say(f"a save to memory failed: {error}")
         if had_pending:
+            if self.saves == 2:  # the first one was slower: new pages, and the agent started beside it
+                self._costs["memory"] = [Mean(), Mean()]
             self._note_cost("memory", stall, commit_s)
             if committed:
                 self._drop_old_arenas(run)
         self._note_cost("disk", 0.0, disk_s)
         self._note_cost("remote", 0.0, remote_s)
         self._warn_of_preemption(run)
-        self._replan(run)
+        self._replan(run, elapsed_s)
         self.saves += 1
         levels = self._levels_now()
         self._save_to_memory(run, parts, levels)
@@ -472,8 +479,8 @@ class LevelCheckpointer:
             peers.begin(committed_copy, self._replicated)
         assert self.plan is not None
         steps = self.plan.period
-        if self._costs["memory"][0].count == 0:  # the interval rests on a guess until a save was measured
-            steps = min(steps, max(1, round(MEASURE_S / self.plan.step_s)))
+        if self.saves <= NUM_MEASURED:
+            steps = min(steps, max(self.plan.margin, round(MEASURE_S / self.plan.step_s)))
         self.next_step = run.step + steps
         # No more steps than the interval at the last save are lost: this one is committed by then.
         self._commit_by = max(self._promised, run.step + self.plan.margin)
@@ -685,7 +692,7 @@ class LevelCheckpointer:
         if drain > 0:
             means[1] = means[1].after(drain)
 
-    def _replan(self, run: RunLike) -> None:
+    def _replan(self, run: RunLike, elapsed_s: float) -> None:
         """The same on every rank: it follows from numbers that were agreed on."""
         memory = self._costs["memory"]
         stall = max(memory[0].value, 1e-3)
@@ -699,7 +706,8 @@ class LevelCheckpointer:
         before = self.plan
         # Without a spare slot every second save needs the one that is going to disk.
         reading = 0.0 if self._spare_slot else 0.5 * costs["disk"].drain_s
-        self.plan = make_plan(costs, rates, max(self._step_s.value, 1e-6), self.settings.levels.budget, reading)
+        step_s, budget = max(self._step_s.value, 1e-6), self.settings.levels.budget
+        self.plan = make_plan(costs, rates, step_s, budget, reading, elapsed_s)
         if run.mesh.is_main and (before is None or before.steps != self.plan.steps):
             self._write_plan()
 
@@ -716,12 +724,14 @@ class LevelCheckpointer:
 
     def _levels_now(self) -> tuple[str, ...]:
         assert self.plan is not None
-        if self._asked is not None:
-            asked, self._asked = self._asked, None
-            return asked
-        levels = self.plan.levels_at(self.saves)
-        # Nothing of this life is on disk yet: the first version goes there too.
-        return levels if self.saves > 1 or "disk" in levels else (*levels, "disk")
+        self._since = {level: saves + 1 for level, saves in self._since.items()}
+        levels, self._asked = self._asked, None
+        if levels is None:
+            levels = self.plan.levels_due(self._since)
+            if self.saves == 1 and "disk" not in levels:
+                levels = (*levels, "disk")  # nothing of this life is on disk yet
+        self._since |= dict.fromkeys(levels, 0)
+        return levels
 
     def _new_drains(self) -> tuple[float, float]:
         """Seconds that the agent took since the last look, for (disk, remote)."""

@@ -11,6 +11,11 @@ and each level's own best interval is tau_l = sqrt(2 C_l / lambda_l), never belo
 time, and C_l / budget. Intervals are nested: each is a whole multiple of the one before, so that a higher level copies
 what a lower one holds already.
 
+The formula holds for failures that do not depend on time. Many runs fail in their first minutes, when an interval of
+the formula would lose most of what was done. So the nearest level is also saved after every tenth of the time since
+the start, as far as the other bounds allow. That is some 24 saves for each factor of ten in time, until the formula's
+interval is the shorter one.
+
 Rates start from a prior and follow the events: lambda_l = (1 + events) / (prior mean time to failure + time observed),
 the mean of a Gamma posterior. All times are seconds. Left out: doing any of it (checkpointer.py).
 """
@@ -27,6 +32,7 @@ LEVELS = ("memory", "peer", "disk", "remote")  # nearest first
 SHARES = {"memory": 0.75, "peer": 0.20, "disk": 0.04, "remote": 0.01}
 # Reported: 7.9 hours at 1,024 GPUs. Llama 3 (419 interruptions in 54 days on 16,384 GPUs) would give 50,000.
 GPU_MTTF_HOURS = 8000.0
+EARLY_SHARE = 0.1  # of the time since the start: the most that a crash may lose, where saves are cheap enough
 JOB_MTTF_HOURS = 24.0  # what does not grow with the number of GPUs: defects, full memory, a machine that is taken away
 
 
@@ -86,15 +92,15 @@ class IntervalPlan:
     step_s: float
     waste: float = field(default=0.0)  # predicted share of time lost
 
-    def levels_at(self, save: int) -> tuple[str, ...]:
-        """The levels that the save with this number (from 1) goes to, nearest first."""
-        found = []
-        every = 1
-        for interval in self.intervals:
-            every *= interval.multiple if interval is not self.intervals[0] else 1
-            if save % every == 0:
-                found.append(interval.level)
-        return tuple(found)
+    def levels_due(self, since: Mapping[str, int]) -> tuple[str, ...]:
+        """The levels that a save goes to, nearest first. `since`: saves since the last one of a level, this included.
+        Who goes to a level goes to all nearer ones."""
+        num_due, every = 1, 1
+        for number, interval in enumerate(self.intervals[1:], 2):
+            every *= interval.multiple
+            if since[interval.level] >= every:
+                num_due = number
+        return tuple(interval.level for interval in self.intervals[:num_due])
 
     @property
     def steps(self) -> int:
@@ -127,10 +133,17 @@ def margin_steps(cost: Cost, step_s: float) -> int:
     return max(1, math.ceil(1.5 * cost.drain_s / step_s - 1e-9))
 
 
-def best_interval(cost: Cost, rate: float, step_s: float, budget: float) -> tuple[float, str]:
-    """(seconds, the bound that decided) for one level on its own."""
-    bounds = {
+def best_interval(
+    cost: Cost, rate: float, step_s: float, budget: float, elapsed_s: float = math.inf
+) -> tuple[float, str]:
+    """(seconds, the bound that decided) for one level on its own, so many seconds after the start."""
+    wanted = {
         "sqrt(2 x stall / failure rate)": math.sqrt(2 * cost.stall_s / rate),
+        f"{EARLY_SHARE:.0%} of the time since the start": EARLY_SHARE * elapsed_s,
+    }
+    shorter = min(wanted, key=lambda name: wanted[name])
+    bounds = {
+        shorter: wanted[shorter],
         "the time one save takes to be durable": cost.drain_s,
         "one step": step_s,
         f"the overhead budget of {budget:.1%}": cost.stall_s / budget,
@@ -145,17 +158,19 @@ def make_plan(
     step_s: float,
     budget: float = 0.01,
     least_period_s: float = 0.0,
+    elapsed_s: float = math.inf,
 ) -> IntervalPlan:
     """Intervals of the levels in `costs` (nearest first): each best on its own, then rounded to whole multiples.
 
-    `least_period_s`: between two saves of the nearest level, because its slots are read for so long.
+    `least_period_s`: between two saves of the nearest level, because its slots are read for so long. `elapsed_s`:
+    since the run was started or resumed.
     """
     assert step_s > 0 and 0 < budget <= 1
     intervals: list[Interval] = []
     below = step_s
     for level in (one for one in LEVELS if one in costs):
         cost, rate = costs[level], rates[level]
-        seconds, because = best_interval(cost, rate, step_s, budget)
+        seconds, because = best_interval(cost, rate, step_s, budget, math.inf if intervals else elapsed_s)
         least = max(cost.drain_s, cost.stall_s / budget)  # rounding may not break these
         multiple = max(1, round(seconds / below), math.ceil(least / below - 1e-9))
         # A save of the nearest level begins `margin` steps before its interval ends, so that it is durable by then;

@@ -3,14 +3,17 @@
 Failures come at random (exponential gaps); each has a severity, the nearest level whose copies survive it. Between two
 failures the job works, stalls for its saves, and a save counts at a level once it is durable there. After a failure the
 job restores the newest copy that survived and repeats what was lost. The waste is the share of time that is not first-
-time work. The schedules compared: ours (every level at its own interval, nested), the best single level (Daly), and
-fixed intervals. All have the same failures and restores; those with a single level wait for remote storage.
+time work. The schedules compared: ours (every level at its own interval, nested), and remote storage alone, which
+survives everything: in the background at Daly's interval, with the costs of our own remote level; waiting for it at
+Daly's interval; waiting for it at fixed intervals. All have the same failures.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from shoestring.state.levels.policy import GPU_MTTF_HOURS, LEVELS, SHARES, Cost, daly_interval, make_plan
@@ -28,74 +31,104 @@ FIXED_S = (600.0, 1800.0, 7200.0)
 NUM_GPUS = tuple(2**k for k in range(3, 15))
 
 
+Save = tuple[float, tuple[str, ...]]  # seconds of work since the save before it (or the start), its levels
+
+
 @dataclass(frozen=True)
 class SaveSchedule:
-    """Every `tau` seconds of work a save; the k-th goes to each level whose `every` divides k."""
+    """What is saved after a start or a restart, for ever."""
 
-    tau: float
-    every: Mapping[str, int]  # level -> number of saves between two of that level
+    saves: Callable[[], Iterator[Save]]
     costs: Mapping[str, Cost]
+
+    def stall(self, levels: Sequence[str]) -> float:
+        return sum(self.costs[level].stall_s for level in levels)
 
 
 def failure_per_s(num_gpus: int) -> float:
     return num_gpus / (GPU_MTTF_HOURS * 3600)
 
 
-def ours(num_gpus: int, budget: float = 0.01, step_s: float = 1.0) -> SaveSchedule:
+def regular(tau: float, every: Mapping[str, int], costs: Mapping[str, Cost]) -> SaveSchedule:
+    """Every `tau` seconds of work a save; the k-th goes to each level whose `every` divides k."""
+
+    def saves() -> Iterator[Save]:
+        for k in itertools.count(1):
+            yield tau, tuple(level for level, number in every.items() if k % number == 0)
+
+    return SaveSchedule(saves, costs)
+
+
+def planned(
+    costs: Mapping[str, Cost], rates: Mapping[str, float], step_s: float = 1.0, budget: float = 0.01
+) -> SaveSchedule:
+    """As the checkpointer does it: the plan is made anew at every save, and the first save comes after two steps."""
+    stall = SaveSchedule(lambda: iter(()), costs).stall
+
+    def saves() -> Iterator[Save]:
+        final = make_plan(costs, rates, step_s, budget)
+        since, work, elapsed = dict.fromkeys(costs, 0), 2 * step_s, 0.0
+        plan = None
+        for k in itertools.count(1):
+            elapsed += work
+            if plan != final:
+                plan = make_plan(costs, rates, step_s, budget, elapsed_s=elapsed)
+            since = {level: number + 1 for level, number in since.items()}
+            levels = plan.levels_due(since)
+            if k == 1 and "disk" in costs and "disk" not in levels:
+                levels = (*levels, "disk")
+            yield work, levels
+            since |= dict.fromkeys(levels, 0)
+            elapsed += stall(levels)
+            work = plan.period * step_s
+
+    return SaveSchedule(saves, costs)
+
+
+def ours(num_gpus: int) -> SaveSchedule:
     total = failure_per_s(num_gpus)
-    plan = make_plan(COSTS, {level: total * SHARES[level] for level in LEVELS}, step_s, budget)
-    every, product = {}, 1
-    for i, interval in enumerate(plan.intervals):
-        product *= interval.multiple if i else 1
-        every[interval.level] = product
-    return SaveSchedule(plan.intervals[0].seconds, every, COSTS)
+    return planned(COSTS, {level: total * SHARES[level] for level in LEVELS})
 
 
-def single_level(tau: float, stall_s: float = BLOCKING_S) -> SaveSchedule:
-    """One level only, which survives everything: saves that wait for remote storage."""
-    cost = Cost(stall_s, 0.0, COSTS["remote"].restore_s)
-    return SaveSchedule(tau, {"remote": 1}, {"remote": cost})
+def blocking(tau: float) -> SaveSchedule:
+    """Saves that wait for remote storage."""
+    return regular(tau, {"remote": 1}, {"remote": Cost(BLOCKING_S, 0.0, COSTS["remote"].restore_s)})
+
+
+def background(mttf_s: float) -> SaveSchedule:
+    """Saves to remote storage beside the training, one at a time."""
+    cost = COSTS["remote"]
+    return regular(max(daly_interval(cost.stall_s, mttf_s), cost.drain_s), {"remote": 1}, {"remote": cost})
 
 
 def wasted(schedule: SaveSchedule, failures: Sequence[tuple[float, str]]) -> float:
     """The share of time lost over a job that sees these (seconds since the last, severity) failures."""
+    # Of every level: when each save is durable, and the work that it holds, both since the start.
+    durable: dict[str, list[float]] = {level: [0.0] for level in schedule.costs}
+    held: dict[str, list[float]] = {level: [0.0] for level in schedule.costs}
+    longest, work, now = max(gap for gap, _ in failures), 0.0, 0.0
+    for seconds, levels in schedule.saves():
+        work += seconds
+        now += seconds + schedule.stall(levels)
+        for level in levels:
+            durable[level].append(now + schedule.costs[level].drain_s)
+            held[level].append(work)
+        if now > longest:
+            break
     progress = total = 0.0
-    copies = dict.fromkeys(schedule.every, 0.0)  # work that the newest durable copy of each level holds
+    copies = dict.fromkeys(schedule.costs, 0.0)  # work that the newest durable copy of each level holds
     for gap, severity in failures:
-        base, saves = progress, _saves_within(schedule, gap)
-        stalled = _stall(schedule, saves)
-        # Time runs out in the work after the last save, or within the save that follows it.
-        progress = base + saves * schedule.tau + min(gap - saves * schedule.tau - stalled, schedule.tau)
-        for level, every in schedule.every.items():
-            last = saves // every * every
-            while last > 0 and last * schedule.tau + _stall(schedule, last) + schedule.costs[level].drain_s > gap:
-                last -= every
-            if last > 0:
-                copies[level] = base + last * schedule.tau
-        surviving = [one for one in schedule.every if LEVELS.index(one) >= LEVELS.index(severity)]
-        source = max(surviving or list(schedule.every), key=lambda one: copies[one])
+        for level in copies:
+            if (newest := bisect_right(durable[level], gap) - 1) > 0:
+                copies[level] = progress + held[level][newest]
+        surviving = [one for one in copies if LEVELS.index(one) >= LEVELS.index(severity)]
+        source = max(surviving or list(copies), key=lambda one: copies[one])
         progress = copies[source]
-        for level in schedule.every:
+        for level in copies:
             if level not in surviving:
                 copies[level] = progress  # what is nearer was lost, and starts from what was restored
         total += gap + schedule.costs[source].restore_s
     return 1 - progress / total
-
-
-def _stall(schedule: SaveSchedule, saves: int) -> float:
-    return sum(schedule.costs[level].stall_s * (saves // every) for level, every in schedule.every.items())
-
-
-def _saves_within(schedule: SaveSchedule, seconds: float) -> int:
-    """Saves that are finished within so many seconds of work and stalls."""
-    low, high = 0, int(seconds / schedule.tau) + 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        if middle * schedule.tau + _stall(schedule, middle) <= seconds:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 def draw_failures(num_gpus: int, number: int, seed: int) -> list[tuple[float, str]]:
@@ -113,8 +146,9 @@ def compare(num_gpus: Sequence[int] = NUM_GPUS, failures: int = 2000, seed: int 
         mttf = 1 / failure_per_s(num)
         schedules = {
             "per level (ours)": ours(num),
-            "Daly, remote only": single_level(daly_interval(BLOCKING_S, mttf)),
-            **{f"fixed, every {tau / 60:.0f} min": single_level(tau) for tau in FIXED_S},
+            "remote, async (Daly)": background(mttf),
+            "remote, waits (Daly)": blocking(daly_interval(BLOCKING_S, mttf)),
+            **{f"remote, waits, {tau / 60:.0f} min": blocking(tau) for tau in FIXED_S},
         }
         for name, schedule in schedules.items():
             found.setdefault(name, []).append(wasted(schedule, drawn))
