@@ -419,9 +419,8 @@ def table() -> str:
     repeated = "; ".join(f"{case}: {steps} of {interval}" for case, (steps, interval) in lost.items())
     return (
         f"{sum(n['value'] for n in kills.values()):,.0f} kills in {len(kills)} campaigns: wrong bits were loaded "
-        f"{wrong:.0f} times. {flipped} bytes were flipped; {refused} times the version was refused. Most steps repeated, of an interval: {repeated}."
-        + hosts_text(cells)
-        + provenance(lines)
+        f"{wrong:.0f} times. {flipped} bytes were flipped; {refused} times the version was refused. "
+        f"Most steps repeated, of an interval: {repeated}." + hosts_text(cells) + provenance(lines)
     )
 
 
