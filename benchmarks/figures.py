@@ -662,7 +662,7 @@ def checkpoint_levels() -> str:
         "simulated: 2,000 failures at each size, the same for every schedule",
         [panel],
         notes="Costs are assumed: ours stalls 0.2 / 2 / 2 / 5 s for a save to memory, peer, disk, remote. Remote "
-        "alone: async stalls 5 s as well and is durable 120 s later; the others wait 30 s until remote storage has all.",
+        "alone: async stalls 5 s as well and is durable 120 s later; the others wait 30 s for remote storage.",
     )
 
 
