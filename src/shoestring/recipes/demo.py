@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -223,15 +224,17 @@ def generate_small(demo: Demo) -> None:
 
 
 def serve_small(demo: Demo) -> None:
-    """Serve it behind the OpenAI API and send it a request."""
-    with serving(demo, demo.models["int4"]) as service:
-        if service is None:
+    """Serve it behind the OpenAI API (`shoestring serve`) and send it a request."""
+    with serve_command(demo, demo.folder / "int4") as url:
+        if url is None:
             return
-        answer = complete(service.url)
+        answer = complete(url)
+        with urllib.request.urlopen(f"{url}/stats", timeout=60) as response:
+            accepted = json.load(response)["num_accepted"]
     text = PROMPT + answer["choices"][0]["text"]
     same = ("small, int4", text) in demo.samples  # the same settings and seed, with drafts verified on the way
     demo.samples.append((f"small, int4, over HTTP{' (the same text, with n-gram drafts)' if same else ''}", text))
-    demo.log.say(f"  {service.engine.stats.num_accepted} drafted tokens accepted; usage {answer['usage']}\n{text}")
+    demo.log.say(f"  {accepted} drafted tokens accepted; usage {answer['usage']}\n{text}")
 
 
 def publish_small(demo: Demo) -> None:
@@ -441,8 +444,30 @@ def quantize(demo: Demo, model: str, run: str, format: str, method: Any) -> None
 
 
 @contextmanager
+def serve_command(demo: Demo, folder: Path) -> Iterator[str | None]:
+    """The URL of a `shoestring serve` that runs as long as the block; None where it cannot start."""
+    command = [sys.executable, "-m", "shoestring", "serve", str(folder), "--port", "0", "--model-name", "small"]
+    command += ["--drafter", "ngram", "--device", str(demo.device)]
+    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert server.stderr is not None
+    line, url = "it said nothing", None
+    try:
+        for line in server.stderr:
+            if (found := re.search(r"at (http://\S+)/v1", line)) is not None:
+                url = found[1]
+                break
+        if url is None:
+            demo.log.say(f"  skipped: {line.strip()}")
+        yield url
+    finally:
+        server.terminate()
+        server.communicate(timeout=60)
+
+
+@contextmanager
 def serving(demo: Demo, loaded: LoadedModel, **options: Any) -> Iterator[Any]:
-    """A server of it on a free port while the block runs; None where the packages for it are missing."""
+    """A server in this process while the block runs, because these weights are in no folder; None where the packages
+    for it are missing."""
     try:
         from shoestring.serve.http.server import ServeOptions, Service, listen
     except UserError as missing:
