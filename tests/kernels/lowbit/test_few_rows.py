@@ -266,7 +266,7 @@ def test_plans_on_file_are_those_that_are_chosen(tmp_path: Path, monkeypatch: py
         macros = few_rows_macros(layout, BF16, int(rows), plan)
         used.append((key, [macros[n] for n in MEASURED_MACROS], plan.grid(case[2]), plan.split))
     # Measured configurations: change this number only together with a measurement.
-    assert hashlib.sha256(repr(used).encode()).hexdigest()[:16] == "4741d0b131df9a49"
+    assert hashlib.sha256(repr(used).encode()).hexdigest()[:16] == "bfafa0b6aff954f2"
 
 
 MEASURED_MACROS = ("MT", "R", "WARPS", "KW", "DEPTH", "EARLY", "PAUSE", "INT8_MMA", "HALF_SM_REGS", "XREG", "ONE")

@@ -22,7 +22,8 @@ from shoestring.kernels.runtime.pdl import pdl_options
 from shoestring.kernels.runtime.triton_backend import next_power_of_2, triton_usable
 
 MOST_ROWS = 64
-OUTS, BLOCK, WARPS = 128, 32, 8  # outputs of a program, words (of 4 inputs) at a time, warps
+# Outputs of a program, words (of 4 inputs) at a time, warps: for up to so many rows.
+TILES = {16: (64, 64, 4), MOST_ROWS: (128, 32, 8)}
 
 
 def int8_linear_ref(
@@ -59,9 +60,10 @@ def int8_linear(
     x_M4J = x_MK.unflatten(1, (-1, 4)).mT.contiguous()  # byte i of word j multiplies input 4j + i
     assert codes_NK.shape[1] == num_in and codes_NK.dtype == torch.uint8 and codes_NK.is_contiguous()
     out_MN = torch.empty(num_rows, num_out, device=x_MK.device, dtype=out_dtype or x_MK.dtype)
-    _int8_linear_kernel[(-(-num_out // OUTS),)](
+    outs, words, warps = next(tile for most, tile in TILES.items() if num_rows <= most)
+    _int8_linear_kernel[(-(-num_out // outs),)](
         x_M4J, codes_NK.view(torch.int32), scale_N, zero_N, x_M4J if bias is None else bias, out_MN, num_rows, num_out,
-        WORDS=num_in // 4, ROWS=max(16, next_power_of_2(num_rows)), OUTS=OUTS, BLOCK=BLOCK,
-        BIAS=bias is not None, **pdl_options(x_MK), num_warps=WARPS, num_stages=4,
+        WORDS=num_in // 4, ROWS=max(16, next_power_of_2(num_rows)), OUTS=outs, BLOCK=words,
+        BIAS=bias is not None, **pdl_options(x_MK), num_warps=warps, num_stages=4,
     )  # fmt: skip
     return out_MN
