@@ -345,6 +345,10 @@ static void load_x(u32* f, u32 address) {
     const Exchange given({address});
     for (int m = 0; m < 4; m++) memcpy(f + m, smem + given(m * 8 + lane / 4) + lane % 4 * 4, 4);
 }
+static void load_x_turned(u32* f, u32 address) {
+    load_x(f, address);
+    for (int m = 0; m < 4; m++) f[m] = transpose8(f[m]);
+}
 // f(e, row, column) for the four sums of a lane
 template <class F> static void each_sum(F f) {
     const int lane = current->x % 32;

@@ -21,6 +21,7 @@ from shoestring.kernels.attention.decode_attention import (
     decode_attention_macros,
     decode_attention_ref_,
     decode_attention_usable,
+    mma_usable,
     ranks_for,
     shape_usable,
     shared_bytes,
@@ -80,10 +81,12 @@ CASES = [
     (4, 1, 128, 16, 8, None, None, True),
     (2, 1, 96, 16, 2, 100, None, False),
     (9, 1, 32, 16, 2, None, None, True),  # as many as fit
+    (4, 1, 128, 16, 2, 100, None, True),
+    (3, 1, 64, 16, 1, None, torch.float32, True),
 ]
 
 
-def check(device: str, dtype: torch.dtype, case: tuple, folder: Path | None = None) -> None:
+def check(device: str, dtype: torch.dtype, case: tuple, mma: bool, folder: Path | None = None) -> None:
     """The kernel's rows, and what it wrote to the cache; on a CPU by way of a library compiled into `folder`."""
     heads, groups, dim, page, ranks, window, norm, turn = case
     parts = (t.to(device) for t in row_case(heads, groups, dim, page, dtype))
@@ -94,19 +97,19 @@ def check(device: str, dtype: torch.dtype, case: tuple, folder: Path | None = No
     want = decode_attention_ref_(qkv.double(), *exact, *rest, window=window)
     ref = decode_attention_ref_(qkv, *plain, *rest, window=window)
     if folder is None:
-        got = decode_attention_(qkv, *mine, *rest, window=window, ranks=ranks)
+        got = decode_attention_(qkv, *mine, *rest, window=window, ranks=ranks, mma=mma)
         for _ in range(20):  # the cluster's parts are joined in one order
-            again = decode_attention_(qkv, keys.clone(), values.clone(), *rest, window=window, ranks=ranks)
+            again = decode_attention_(qkv, keys.clone(), values.clone(), *rest, window=window, ranks=ranks, mma=mma)
             assert torch.equal(again, got)
     else:
         got = torch.full((qkv.shape[0], heads, dim), torch.nan, dtype=dtype)
-        given = decode_attention_macros(dim, heads // groups, page, dtype, norm, turn, ranks)
+        given = decode_attention_macros(dim, heads // groups, page, dtype, norm, turn, ranks, mma)
         library = emulated.library(folder, "attention_on_cpu.h", "attention/decode_attention", macros=given)
         pointers = (qkv, *mine, *rest[:5], got)
         library.run(
             *(ctypes.c_void_p(0 if t is None else t.data_ptr()) for t in pointers), ctypes.c_long(keys.nbytes),
             ctypes.c_float(1e-6), ctypes.c_float(dim**-0.5 * math.log2(math.e)), tables.stride(0), groups,
-            window or 0, len(tiles), shared_bytes(dim, heads // groups, ranks),
+            window or 0, len(tiles), shared_bytes(dim, heads // groups, ranks, mma),
         )  # fmt: skip
     assert rms(got, want) <= 1.5 * rms(ref, want), (case, rms(got, want), rms(ref, want))
     for a, b, c in zip(mine, plain, exact, strict=True):
@@ -116,9 +119,9 @@ def check(device: str, dtype: torch.dtype, case: tuple, folder: Path | None = No
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-@pytest.mark.parametrize("case", CASES[1:4], ids=str)
-def test_kernel_source_runs_right_on_the_cpu(case: tuple, tmp_path: Path) -> None:
-    check("cpu", torch.bfloat16, case, tmp_path)
+@pytest.mark.parametrize(("case", "mma"), [(CASES[1], False), (CASES[2], False), (CASES[-2], True), (CASES[-1], True)])
+def test_kernel_source_runs_right_on_the_cpu(case: tuple, mma: bool, tmp_path: Path) -> None:
+    check("cpu", torch.bfloat16, case, mma, tmp_path)
 
 
 @pytest.mark.gpu
@@ -128,4 +131,5 @@ def test_the_kernel_on_the_gpu(dtype: torch.dtype) -> None:
     more = [(32, 8, 128, 16, 8, None, None, True), (9, 3, 64, 16, 8, None, None, True)]
     for case in CASES + more:
         norm = dtype if case[6] == torch.bfloat16 else case[6]
-        check("cuda", dtype, (*case[:6], norm, case[7]))
+        for mma in (False, True)[: 1 + mma_usable(case[2], case[0] // case[1], case[3])]:
+            check("cuda", dtype, (*case[:6], norm, case[7]), mma)

@@ -11,15 +11,18 @@
 //    every block joins the parts of its share of the outputs in the order of the blocks: nothing depends on timing.
 //  - few registers and little shared memory, so that these blocks fit beside those of the previous kernel.
 //
-// A stage is 32 keys. Scores: 4 lanes a key, 8 keys a warp. Softmax: a warp takes a head, a lane a key. Values: a thread
-// takes two dims of all heads and every PARTS-th key. All sums are in fp32, on the ordinary units: 4 heads do not fill a
-// matrix instruction.
+// MMA 1: the matrix units compute, though 4 heads fill half of their columns, because ordinary arithmetic does not keep up
+// with the memory. A warp takes units of 16 keys, which lie in one block, through a ring of its own, and keeps a softmax of
+// its own; the warps do not meet before the end.
+//
+// MMA 0, for other heads and blocks: a stage of 32 keys at a time. Scores: 4 lanes a key, 8 keys a warp. Softmax: a warp
+// takes a head, a lane a key. Values: a thread takes two dims of all heads and every PARTS-th key. All sums are in fp32.
 //
 // Macros: D head dim (a multiple of 32, at most 256)   HEADS query heads to a key head (at most 16)   PAGE positions to a
 //   block   HALF 0 bf16, 1 fp16   NORM 0 none, 1 weights in x's dtype, 2 in fp32   ROTATE 0 or 1   SPLIT blocks of a
-//   cluster   BLOCKS that shall fit on a multiprocessor
-#define THREADS 128
-#define WARPS 4
+//   cluster   BLOCKS that shall fit on a multiprocessor   WARPS of a block   MMA 0 or 1 (D 64 or 128, at most 8
+//   heads, PAGE a multiple of 16)
+#define THREADS (32 * WARPS)
 #define KEYS 32
 #define PIECES (D / 8)                                     // 16 bytes each
 #define K_PITCH (2 * D + (2 * D % 128 == 64 ? 0 : 64))     // bytes between keys: two of them in different banks
@@ -31,6 +34,9 @@
 #define PITCH ((HEADS + 3) / 4 * 4)                        // floats between the weights of two keys
 #define SHARE (HEADS * D / SPLIT)                          // outputs that a block of the cluster writes
 #define LEAST -1e30f
+#define UNIT 16                                            // MMA: keys that a warp takes at once
+#define RING 3                                             // MMA: units in a warp's ring
+#define UNIT_BYTES (UNIT * 4 * D)                          // MMA: keys, then values
 
 INLINE float other_lane(float v, int bit) { return __shfl_xor_sync(~0u, v, bit); }
 INLINE float add_lanes(float v, const int lanes) {
@@ -65,18 +71,52 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode_attention(
         grid_wait();  // the next kernel relies on this one to wait
         return;
     }
+#if MMA
+    char* ring = smem + warp * RING * UNIT_BYTES;                 // of this warp; then its sums, [HEADS][D]
+    u16* q_s = (u16*)(smem + WARPS * RING * UNIT_BYTES);          // [8][D], in 16 bits
+    float* own_s = (float*)(q_s + 8 * D);                         // the row's key, then its value
+    float* top_s = own_s + 2 * D;                                 // [WARPS + 1][HEADS][2] peaks and totals; the row's own
+    float* box = top_s + 2 * (WARPS + 1) * HEADS;                 // [SPLIT][SHARE] sums sent here
+#else
     char* stages = smem;                                          // two of them
     float* q_s = (float*)(smem + 2 * STAGE);                      // [HEADS][D], times the scale
     float* own_s = q_s + HEADS * D;                               // the row's key, then its value
     float* weight_s = own_s + 2 * D;                              // [KEYS][PITCH] scores, then weights
     float* shrink_s = weight_s + KEYS * PITCH;                    // [HEADS]
     float* box = shrink_s + HEADS;                                // [SPLIT][SHARE] sums sent here
+#endif
     float* tops = box + HEADS * D;                                // [SPLIT][HEADS][2] peaks and totals sent here
 
     // ---- keys of earlier steps: [first, first + mine) are this block's ---------------------------------------------
     const int begin = window > 0 ? max(position - window + 1, 0) : 0, count = position - begin;
+#if MMA
+    // Units are aligned; keys before the window are left out as those behind the end are.
+    const int early = begin % UNIT, all = count + early, size = (all + UNIT * SPLIT - 1) / (UNIT * SPLIT) * UNIT;
+    const int first = begin - early + rank * size, mine = max(0, min(size, all - rank * size));
+    const int units = (mine + UNIT - 1) / UNIT, fr = lane >> 2, fc = lane & 3;  // row and column of a fragment
+    auto inside = [&](const int index) { return index < mine && first + index >= begin; };
+    // 16-byte piece p of a key lies at p ^ key % 8, so that ldmatrix finds eight of them in different banks.
+    auto place = [&](const int key, const int piece) { return key * 2 * D + (piece ^ (key & 7)) * 16; };
+    auto fetch = [&](const int n) {  // the warp's n-th unit
+        const int unit = warp + n * WARPS, at = first + unit * UNIT;
+        if (unit < units) {
+            const u64 base = (((u64)table[at / PAGE] * PAGE + at % PAGE) * groups + group) * D;
+            const u32 to = shared_address(ring + n % RING * UNIT_BYTES);
+            #pragma unroll
+            for (int i = 0; i < UNIT * PIECES / 32; i++) {
+                const int key = lane / PIECES + i * (32 / PIECES), piece = lane % PIECES;
+                const u64 from = base + key * groups * D + piece * 8;
+                copy_or_zero(to + place(key, piece), keys + from, inside(unit * UNIT + key));
+                copy_or_zero(to + UNIT * 2 * D + place(key, piece), values + from, inside(unit * UNIT + key));
+            }
+        }
+        commit();
+    };
+    for (int n = 0; n < RING - 1; n++) fetch(n);
+#else
     const int size = (count + SPLIT - 1) / SPLIT, first = begin + rank * size;
-    const int mine = max(0, min(size, count - rank * size)), num_stages = (mine + KEYS - 1) / KEYS;
+    const int mine = max(0, min(size, count - rank * size));
+    const int num_stages = (mine + KEYS - 1) / KEYS;
     auto fetch = [&](const int stage) {
         char* to = stages + (stage & 1) * STAGE;
         for (int c = t; c < KEYS * PIECES; c += THREADS) {
@@ -92,6 +132,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode_attention(
         if (s < num_stages) fetch(s);
         commit();
     }
+#endif
     float cosine[PAIRS], sine[PAIRS];
     #pragma unroll
     for (int n = 0; n < PAIRS; n++) {
@@ -106,6 +147,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode_attention(
     // ---- q, and in the first block k and v -------------------------------------------------------------------------
     const u16* const base = qkv + (u64)row * ((HEADS + 2) * groups * D);
     const int items = rank ? HEADS : HEADS + 1;
+#if MMA
+    for (int i = HEADS * D + t; i < 8 * D; i += THREADS) q_s[i] = 0;  // no heads
+#endif
     float a[ITEMS][PAIRS], b[ITEMS][PAIRS];
     #pragma unroll
     for (int n = 0; n < ITEMS; n++) {
@@ -144,7 +188,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode_attention(
             x *= by * norm_weight(w, i), y *= by * norm_weight(w, D / 2 + i);
 #endif
             const u16 left = narrow(x * cosine[p] - y * sine[p]), right = narrow(y * cosine[p] + x * sine[p]);
+#if MMA
+            if (is_q) q_s[item * D + i] = left, q_s[item * D + D / 2 + i] = right;
+#else
             if (is_q) q_s[item * D + i] = widen(left) * scale, q_s[item * D + D / 2 + i] = widen(right) * scale;
+#endif
             else {
                 own_s[i] = widen(left), own_s[D / 2 + i] = widen(right);
                 keys[own + i] = left, keys[own + D / 2 + i] = right;
@@ -153,6 +201,104 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode_attention(
     }
     __syncthreads();
 
+#if MMA
+    // ---- a warp's softmax of heads 2 fc and 2 fc + 1: the eight lanes of a column share it -----------------------------
+    float peak[2] = {LEAST, LEAST}, total[2] = {}, acc[D / 16][4];
+    #pragma unroll
+    for (int d = 0; d < D / 16; d++)
+        for (int e = 0; e < 4; e++) acc[d][e] = 0.f;
+    u32 q[D / 16][2];
+    #pragma unroll
+    for (int d = 0; d < D / 16; d++)
+        for (int i = 0; i < 2; i++) q[d][i] = *(const u32*)(q_s + fr * D + 16 * d + 8 * i + 2 * fc);
+    for (int n = 0; warp + n * WARPS < units; n++) {
+        wait_all_but<RING - 2>();
+        __syncwarp();
+        fetch(n + RING - 1);  // where the unit before was
+        const u32 k_at = shared_address(ring + n % RING * UNIT_BYTES), v_at = k_at + UNIT * 2 * D;
+        const int octet = lane >> 3, row = lane & 7;
+        float score[4] = {};  // keys fr and fr + 8, two heads each
+        #pragma unroll
+        for (int d = 0; d < D / 16; d++) {
+            u32 a[4];
+            load_x(a, k_at + place(row + (octet & 1) * 8, 2 * d + (octet >> 1)));
+            mma(score, a, q[d][0], q[d][1]);
+        }
+        float by[2];
+        #pragma unroll
+        for (int i = 0; i < 2; i++) {
+            float top = peak[i];
+            #pragma unroll
+            for (int h = 0; h < 2; h++) {
+                float& s = score[2 * h + i];
+                s = inside((warp + n * WARPS) * UNIT + h * 8 + fr) ? s * scale : LEAST, top = max(top, s);
+            }
+            for (int bit = 4; bit < 32; bit *= 2) top = max(top, other_lane(top, bit));
+            by[i] = power2(peak[i] - top), total[i] *= by[i], peak[i] = top;
+            #pragma unroll
+            for (int h = 0; h < 2; h++) {
+                float& s = score[2 * h + i];
+                s = s > LEAST ? power2(s - top) : 0.f, total[i] += s;
+            }
+        }
+        const u32 b0 = transpose8(narrow2(score[0], score[1])), b1 = transpose8(narrow2(score[2], score[3]));
+        #pragma unroll
+        for (int d = 0; d < D / 16; d++) {
+            u32 a[4];
+            load_x_turned(a, v_at + place(row + (octet >> 1) * 8, 2 * d + (octet & 1)));
+            #pragma unroll
+            for (int e = 0; e < 4; e++) acc[d][e] *= by[e & 1];
+            mma(acc[d], a, b0, b1);
+        }
+    }
+
+    // ---- the warps of a block in order, the row's own key as the last ---------------------------------------------------
+    #pragma unroll
+    for (int i = 0; i < 2; i++) {
+        for (int bit = 4; bit < 32; bit *= 2) total[i] += other_lane(total[i], bit);
+        const int head = 2 * fc + i;
+        if (head < HEADS && fr == 0) top_s[(warp * HEADS + head) * 2] = peak[i], top_s[(warp * HEADS + head) * 2 + 1] = total[i];
+    }
+    wait_all_but<0>();
+    __syncwarp();
+    float* const part_s = (float*)ring;
+    #pragma unroll
+    for (int d = 0; d < D / 16; d++)
+        for (int e = 0; e < 4; e++) {
+            const int head = 2 * fc + (e & 1);
+            if (head < HEADS) part_s[head * D + 16 * d + fr + 8 * (e >> 1)] = acc[d][e];
+        }
+    for (int h = warp; h < HEADS; h += WARPS) {
+        float sum = 0.f;
+        if (rank == 0)
+            for (int i = lane; i < D; i += 32) sum += widen(q_s[h * D + i]) * own_s[i];
+        sum = add_lanes(sum, 32);
+        if (lane == 0) top_s[(WARPS * HEADS + h) * 2] = rank ? LEAST : sum * scale, top_s[(WARPS * HEADS + h) * 2 + 1] = rank ? 0.f : 1.f;
+    }
+    if (SPLIT > 1) cluster_wait();  // the one from before grid_wait
+    __syncthreads();
+    for (int e = t; e < HEADS * D; e += THREADS) {
+        const int h = e / D;
+        float top = LEAST, sum = 0.f, all = 0.f;
+        #pragma unroll
+        for (int p = 0; p <= WARPS; p++) top = max(top, top_s[(p * HEADS + h) * 2]);
+        #pragma unroll
+        for (int p = 0; p <= WARPS; p++) {
+            const float shrink = power2(top_s[(p * HEADS + h) * 2] - top);
+            const float value = p < WARPS ? ((const float*)(smem + p * RING * UNIT_BYTES))[e] : rank ? 0.f : own_s[D + e % D];
+            sum += shrink * value, all += shrink * top_s[(p * HEADS + h) * 2 + 1];
+        }
+        if (SPLIT == 1) out[(u64)row * (HEADS * groups * D) + group * HEADS * D + e] = narrow(sum / all);
+        else {
+            store_rank(box + rank * SHARE + e % SHARE, e / SHARE, sum);
+            for (int r = 0; e % D == 0 && r < SPLIT; r++) {
+                store_rank(tops + (rank * HEADS + h) * 2, r, top);
+                store_rank(tops + (rank * HEADS + h) * 2 + 1, r, all);
+            }
+        }
+    }
+    if (SPLIT == 1) return;
+#else
     // ---- the softmax so far: peaks and totals in the warp that keeps a head, sums in the threads of two dims ---------
     float peak[HEADS_OF], total[HEADS_OF];
     #pragma unroll
@@ -261,6 +407,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode_attention(
                 const int e = h * D + dim + i;
                 store_rank(box + rank * SHARE + e % SHARE, e / SHARE, sum);
             }
+#endif
     if (SPLIT > 1) cluster_arrive(), cluster_wait();
     else __syncthreads();
     for (int e = t; e < SHARE; e += THREADS) {

@@ -7,10 +7,10 @@ their block of the KV cache, attention over all blocks so far.
 
 With one request there is little work, and three launches (rope_store, paged_attention and the reduction of its splits)
 are pure latency. The kernel (kernels/attention/decode_attention.cu, through NVRTC) fetches old keys and values before
-the projection of q, k and v is done, and reduces the splits inside a cluster of blocks. It is used behind packed
-products; behind dense ones, which hide launches, it gained nothing. (In Triton, with the splits reduced by the program
-that finishes last, it took as long as the three launches.) Several rows per request, fp32 and GPUs before sm_90 take
-the three launches.
+the projection of q, k and v is done, and reduces the splits inside a cluster of blocks. (In Triton, with the splits
+reduced by the program that finishes last, it took as long as the three launches.) With many requests it reads more keys
+and values than ordinary arithmetic keeps up with, so the matrix units compute where they take the heads (`mma_usable`).
+Several rows per request, fp32 and GPUs before sm_90 take the three launches.
 
 Shapes: T rows, H query heads, G key/value heads, D head dim, L tiles, W blocks per table row, P positions per block;
 a row of qkv is [H q heads, G k heads, G v heads]; cos_sin [positions, 2, D/2], cosines and sines.
@@ -30,7 +30,8 @@ from shoestring.kernels.attention.rope_store import rope_store_ref_
 from shoestring.kernels.lowbit.lowbit_linear import chunks_usable
 from shoestring.kernels.runtime.nvrtc import Kernel, compile_kernel, cuda_source, pointer
 
-KEYS, THREADS = 32, 128  # as in the source
+KEYS, RING, UNIT = 32, 3, 16  # as in the source
+WARPS, MMA_WARPS = 4, 2  # of a block; where the matrix units compute: four such blocks fit on an SM
 MAX_DIM, MAX_SHARED_HEADS = 256, 16
 BLOCKS = 256  # most blocks of a launch with a split above 1
 
@@ -76,8 +77,13 @@ def shape_usable(head_dim: int, heads: int) -> bool:
     if head_dim % 32 or head_dim > MAX_DIM or heads > MAX_SHARED_HEADS:
         return False
     # Threads that share dims write their sums over the stages, while others may still read what lies behind them.
-    parts = THREADS // (head_dim // 2)
+    parts = 32 * WARPS // (head_dim // 2)
     return 4 * (parts - 1) * heads * head_dim <= stage_bytes(head_dim)
+
+
+def mma_usable(head_dim: int, heads: int, page: int) -> bool:
+    """Whether the matrix units take heads of this dim, so many to a key head, with so many positions to a block."""
+    return head_dim in (64, 128) and heads <= 8 and page % UNIT == 0
 
 
 def ranks_for(num_tiles: int, num_groups: int) -> int:
@@ -94,14 +100,24 @@ def stage_bytes(head_dim: int) -> int:
     return 2 * KEYS * (pitch + 2 * head_dim)
 
 
-def shared_bytes(head_dim: int, heads: int, ranks: int) -> int:
+def shared_bytes(head_dim: int, heads: int, ranks: int, mma: bool) -> int:
     """Shared memory of a block, as the source lays it out."""
+    if mma:
+        floats = 2 * head_dim + 2 * (MMA_WARPS + 1) * heads + heads * head_dim + 2 * ranks * heads
+        return MMA_WARPS * RING * UNIT * 4 * head_dim + 16 * head_dim + 4 * floats
     floats = 2 * heads * head_dim + 2 * head_dim + KEYS * (-(-heads // 4) * 4) + heads + 2 * ranks * heads
     return stage_bytes(head_dim) + 4 * floats
 
 
 def decode_attention_macros(
-    head_dim: int, heads: int, page: int, dtype: torch.dtype, norm: torch.dtype | None, rotate: bool, ranks: int
+    head_dim: int,
+    heads: int,
+    page: int,
+    dtype: torch.dtype,
+    norm: torch.dtype | None,
+    rotate: bool,
+    ranks: int,
+    mma: bool,
 ) -> dict[str, int]:
     return {
         "D": head_dim,
@@ -111,7 +127,9 @@ def decode_attention_macros(
         "NORM": 0 if norm is None else 2 if norm == torch.float32 else 1,
         "ROTATE": int(rotate),
         "SPLIT": ranks,
-        "BLOCKS": 8 if heads <= 8 else 4,
+        "BLOCKS": 4 if mma or heads > 8 else 8,
+        "WARPS": MMA_WARPS if mma else WARPS,
+        "MMA": int(mma),
     }
 
 
@@ -135,6 +153,7 @@ def decode_attention_(
     window: int | None = None,
     scale: float | None = None,
     ranks: int | None = None,
+    mma: bool | None = None,
 ) -> Tensor:
     """As decode_attention_ref_ on a GPU where it is usable; rows without a tile are undefined."""
     num_rows, width = qkv_TE.shape
@@ -147,14 +166,15 @@ def decode_attention_(
     assert tiles_L4.is_contiguous() and keys_NPGD.dtype == values_NPGD.dtype == qkv_TE.dtype
     assert cos_sin is None or (cos_sin.is_contiguous() and cos_sin.dtype == torch.float32)
     ranks = ranks or ranks_for(num_tiles, num_groups)
+    mma = mma_usable(head_dim, heads, page) if mma is None else mma
     out_THD = torch.empty(num_rows, num_heads, head_dim, device=qkv_TE.device, dtype=qkv_TE.dtype)
     norm = None if q_norm_D is None else q_norm_D.dtype
-    kernel = _kernel(qkv_TE.device.index, head_dim, heads, page, qkv_TE.dtype, norm, cos_sin is not None, ranks)
+    kernel = _kernel(qkv_TE.device.index, head_dim, heads, page, qkv_TE.dtype, norm, cos_sin is not None, ranks, mma)
     pointers = (qkv_TE, keys_NPGD, values_NPGD, tables_LW, tiles_L4, cos_sin, q_norm_D, k_norm_D, out_THD)
     kernel.launch(
         (ranks, num_groups, num_tiles),
-        THREADS,
-        shared_bytes(head_dim, heads, ranks),
+        32 * (MMA_WARPS if mma else WARPS),
+        shared_bytes(head_dim, heads, ranks, mma),
         (
             *map(pointer, pointers),
             ctypes.c_float(eps),

@@ -80,6 +80,10 @@ INLINE void load_x(u32* f, u32 address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(f[0]), "=r"(f[1]), "=r"(f[2]), "=r"(f[3]) : "r"(address) : "memory");
 }
+INLINE void load_x_turned(u32* f, u32 address) {  // each of the four matrices transposed
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(f[0]), "=r"(f[1]), "=r"(f[2]), "=r"(f[3]) : "r"(address) : "memory");
+}
 
 INLINE u32 transpose8(u32 v) {  // pairs of an 8 x 8 matrix over a warp, row lane / 4, columns 2 (lane % 4) and the next
     u32 d; asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(v)); return d;

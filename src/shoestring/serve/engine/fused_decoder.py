@@ -3,8 +3,8 @@
 q, k, v are one product and so are gate and up; the residual sum and the norm after it are one kernel; head norm, RoPE
 and the writing of keys and values are one kernel; attention reads the KV cache's blocks in place. With a single row,
 or few rows of packed weights, the norm, SwiGLU and residual sum are part of the products (kernels/gemv/row_linear.py,
-lowbit_row_linear); with packed weights and one row per request, RoPE and storing are part of attention
-(kernels/attention/decode_attention.py).
+lowbit_row_linear); with one row per request, RoPE and storing are part of attention
+(kernels/attention/decode_attention.py), except for a single one behind dense products.
 
 The layers come from the model's DecoderPlan (model/layer_plan.py); `SUPPORT` names what is computed here. Weights are
 rearranged and some are copied (merged_linear.py): `Runner.refresh` notices when weights change and builds all of this
@@ -102,6 +102,12 @@ def to_device(here: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 
 
 SHORT_CONTEXT = 1024
+
+
+def attends_in_one(dense: bool, requests: int) -> bool:
+    """Whether attention of requests with a row each is one kernel, where that runs. Behind the dense products of a
+    single request, which hide launches, three kernels measured no slower."""
+    return not dense or requests > 1
 
 
 # -- embeddings ---------------------------------------------------------------------------------------------
@@ -449,10 +455,8 @@ class FusedDecoder:
             self._norm_width(qkv_TE, layer)
         window, sizes = plan.window, (plan.num_heads, plan.num_kv_heads, plan.head_dim)
         whole = plan.softcap is None and (plan.rope is None or plan.rope.dim is None)  # all that one kernel computes
-        # After dense products, which run long enough to hide launches, three kernels measured no slower than one. One
-        # kernel puts few SMs on a request: its time grows with the context 7 to 9 times as fast as that of three behind
-        # dense products (H200, 8B shape). Three behind packed products: not timed.
-        if whole and rows.single and not long and layer.qkv.weight is None and decode_attention_usable(qkv_TE, *sizes):
+        one = whole and rows.single and not long and attends_in_one(layer.qkv.weight is not None, len(qkv_TE))
+        if one and decode_attention_usable(qkv_TE, *sizes):
             tiles_L4, cos_sin = rows.tiles[0].tiles_L4, None if rope is None else rope.cos_sin
             return decode_attention_(
                 qkv_TE, keys, values, rows.tables_LW, tiles_L4, cos_sin, *layer.head_norm,
