@@ -60,7 +60,7 @@ def train_sparse24() -> list[str]:
     gaps = [n["value"] / dense[n["config"]["seed"]] - 1 for n in lines if n["case"] == "FST"]
     return [
         "2:4 sparse pre-training (FST)",
-        "speed: width 4,096; loss: GPT-2 small, 100M tokens",
+        "speed: width 4,096; loss: GPT-2 small, 100M tokens, rate 6e-4 for both",
         GPU,
         f"dense bf16; dense FP8 is {fp8['ratio']:.2f}x",
         f"whole step {fst['ratio']:.2f}x, validation loss {100 * sum(gaps) / len(gaps):+.1f}% ({len(gaps)} seeds)",

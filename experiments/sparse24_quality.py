@@ -76,14 +76,13 @@ from shoestring.train.optim import Schedule, adamw, warmup_cosine, warmup_stable
 from shoestring.train.shards import Corpus, tokenize_corpus
 from shoestring.train.sparse24 import (
     DenseFinish,
+    DenseStart,
     FlipController,
     FlipMeter,
     MaskedDecay,
     MaskRefresh,
     NoiseClock,
-    end_dense_phase,
     sparse_layers,
-    start_dense_phase,
 )
 from shoestring.train.step import Hook, Run
 from shoestring.train.trainer import train
@@ -231,30 +230,6 @@ class Deadline(Hook):
             signal.raise_signal(signal.SIGINT)
 
 
-class DenseStart(Hook):
-    """Layers compute densely until step `until`; then they are pruned by their first masks."""
-
-    def __init__(self, model: nn.Module, until: int) -> None:
-        self.model, self.until, self.done = model, until, False
-        start_dense_phase(model)
-
-    def after_step(self, run: Run) -> None:
-        if run.step >= self.until and not self.done:
-            self._end()
-            MaskRefresh(1).refresh(run)
-
-    def _end(self) -> None:
-        self.done = True
-        end_dense_phase(self.model)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"done": self.done}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state["done"]:
-            self._end()
-
-
 class Turn(Hook):
     """One row trains at a time while the next one compiles: after its first steps a row waits for the lock on a file,
     which it releases before it evaluates."""
@@ -375,10 +350,9 @@ def make_hooks(case: str, size: Size, model: nn.Module, seed: int) -> list[Hook]
     if case.startswith("FST"):
         dense = size.finish if size.dense is None else size.dense
         decay, finish = MaskedDecay(size.decay or 0.0), size.steps - round(dense * size.steps)
-        begin: list[Hook] = [DenseStart(model, until=size.warmup)] if size.dense_start else []
-        if size.decay is None:
-            begin = [FlipController(model, meter, decay, probe=size.warmup)]
-        return [clock, meter, MaskRefresh(size.refresh), decay, *begin, DenseFinish(model, at=finish)]
+        servo = [FlipController(model, meter, decay, probe=size.warmup)] if size.decay is None else []
+        pull = DenseStart(model, decay, until=size.warmup) if size.dense_start else decay
+        return [clock, meter, MaskRefresh(size.refresh), pull, *servo, DenseFinish(model, at=finish)]
     if case.startswith("S-STE"):
         return [clock, meter]
     if case.startswith("SR-STE"):

@@ -171,12 +171,14 @@ def settings_table() -> str:
         return NOTHING
     dense, plain = found["dense"][best_of(found["dense"])][0], found["FST exact"]
     others = [n for n in lines if n["case"].startswith("FST") and n["config"]["seed"] == dense["config"]["seed"]]
+    varied = {n["config"]["lr"] for n in others if n["case"] != usual_name(n)}
+    others = [n for n in others if n["config"]["lr"] in varied]
     rows = []
     for n in sorted(others, key=lambda n: (n["config"]["lr"], n["case"] != usual_name(n), n["case"])):
         shipped = [m for m in plain.get(n["config"]["lr"], []) if m["config"]["seed"] == n["config"]["seed"]]
         case, *settings = n["case"].replace(f", rate {n['config']['lr']:g}", "").split(", ")
         named = ", ".join([SHORT_NAMES.get(case, case), *settings])
-        decay = n["quality"]["masked_decay"]
+        decay = n["config"].get("decay", n["quality"]["masked_decay"])
         beside = [(n, m) for m in shipped if m is not n]
         rows.append([named, f"{n['config']['lr']:g}", "" if decay is None else f"{decay:.1e}", f"{n['value']:.4f}",
                      gap_of([(n, dense)]), gap_of(beside) if beside else ""])  # fmt: skip

@@ -37,7 +37,7 @@ import torch
 from benchmarks.processes import run_in_turns, take_turn
 from benchmarks.results import record
 from experiments.python_corpus import open_prepared
-from experiments.sparse24_quality import LLAMA_TINY, DenseStart, Size, build, thinned, validation_losses
+from experiments.sparse24_quality import LLAMA_TINY, Size, build, thinned, validation_losses
 from experiments.sparse24_tables import WALL_CLOCK
 from experiments.time_budget import OutOfTime, TimeBudget
 from shoestring.errors import UserError, as_command
@@ -47,6 +47,7 @@ from shoestring.train.optim import set_lr
 from shoestring.train.shards import Corpus, tokenize_corpus
 from shoestring.train.sparse24 import (
     DenseFinish,
+    DenseStart,
     MaskedDecay,
     MaskRefresh,
     NoiseClock,
@@ -80,7 +81,7 @@ def rate_at(spent: float, lr: float) -> float:
 
 def make_hooks(case: str, size: Size, run: Run, seed: int, seconds: float, finish: DenseFinish) -> list[Hook]:
     """TimeBudget comes last: it ends the training."""
-    start = DenseStart(run.model, until=ENDLESS) if case.startswith("FST") else None
+    start = DenseStart(run.model, MaskedDecay(DECAY), until=ENDLESS) if case.startswith("FST") else None
 
     def follow_clock(run: Run, spent: float) -> None:
         set_lr(run.optimizer, rate_at(spent, size.lr))
@@ -95,7 +96,7 @@ def make_hooks(case: str, size: Size, run: Run, seed: int, seconds: float, finis
     if start is None:
         return [budget]
     clock = NoiseClock(run.model, seed=seed, tokens_per_step=size.batch * size.context)
-    return [clock, MaskRefresh(size.refresh), MaskedDecay(DECAY), start, finish, budget]
+    return [clock, MaskRefresh(size.refresh), start, finish, budget]
 
 
 def rehearse(run: Run, micros: list[Any], sparse: bool) -> None:
@@ -200,7 +201,7 @@ def all_in_turns(args: argparse.Namespace) -> None:
     if any("--calls" in one for one in beside):
         raise UserError("--beside takes calls without --calls: the processes of those could not be stopped in time")
     # What is left after all have trained and been evaluated may be spent compiling.
-    patience = max(10.0, args.limit - len(args.cases) * (args.seconds + 6.0) - 2.0 * len(beside))
+    patience = max(10.0, args.limit - len(args.cases) * (args.seconds + 4.0) - 2.0 * len(beside))
     with tempfile.TemporaryDirectory() as folder:
         tuned = Path(folder) / "tuned" if any(case.startswith("FST") for case in args.cases) else None
         commands = [*beside, *(command(args, case, tuned) for case in args.cases)]

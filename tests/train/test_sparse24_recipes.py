@@ -108,7 +108,7 @@ def test_a_finish_however_short_has_a_dense_step_and_is_not_packed(
 def test_a_run_without_a_sparse_step_ends_before_any_work(finish: str, command: Callable[..., str]) -> None:
     args = ["run", "train/sparse24_fst", "data=text.txt", *TINY, f"finish={finish}", "run=o"]
     err = command(*args, "steps=4" if finish == "0" else "steps=8", fails=True)
-    assert "no step would be sparse" in err and "controller probes 4" in err and not Path("o").exists()
+    assert "no step would be sparse" in err and "the first 4 and the last" in err and not Path("o").exists()
 
 
 def test_what_a_resumed_run_may_not_change_is_said_and_leaves_it_as_it_was(
@@ -151,9 +151,17 @@ def test_a_text_that_leaves_nothing_to_validate_on_is_said(capsys: pytest.Captur
 def test_settings_that_would_do_nothing_are_refused(command: Callable[..., str]) -> None:
     args = ["run", "train/sparse24_sste", "data=text.txt", *TINY, "run=o"]
     assert "decay=0.001 only applies to method=srste" in command(*args, "decay=1e-3", fails=True)
-    args[1] = "train/sparse24_fst"
-    assert "probe=8 is for finding the decay" in command(*args, "probe=8", "decay=1e-3", fails=True)
     assert not Path("o").exists()
+
+
+def test_a_given_decay_starts_densely_too(capsys: pytest.CaptureFixture[str]) -> None:
+    run("train/sparse24_fst", "decay=1e-3", "warmup=2", "steps=6", "save_every=3", "run=o")
+    told = capsys.readouterr().out
+    assert "step 2: sparse" in told and "step 5: dense from here on" in told
+    # As runs of earlier versions: sparse at once, which a resumed run stays.
+    run("train/sparse24_fst", "decay=1e-3", "probe=0", "steps=3", "save_every=2", "finish=0", "run=at_once")
+    assert run_cli(["run", "train/sparse24_fst", "resume=at_once", "steps=5", "probe=4"]) == 0
+    assert ": sparse" not in capsys.readouterr().out
 
 
 def test_gradients_are_pruned_where_that_gains_time(

@@ -230,6 +230,39 @@ class MaskedDecay(Hook):
                 masked_decay_(local(weight.grad), local(weight), layer.mask(), strength)
 
 
+class DenseStart(Hook):
+    """A MaskedDecay of given strength whose layers compute densely before step `until`; a FlipController starts densely
+    by itself.
+
+    Masks of random weights that stay for many steps cost loss (experiments/sparse24.md). It wraps the decay, so that
+    the number of hooks, which a checkpoint must match, is that of runs without it.
+    """
+
+    def __init__(self, model: nn.Module, decay: MaskedDecay, until: int) -> None:
+        self.model, self.decay, self.until, self.done = model, decay, until, False
+        start_dense_phase(model)
+
+    def before_step(self, run: Run) -> None:
+        self.decay.before_step(run)
+
+    def after_step(self, run: Run) -> None:
+        if run.step >= self.until and not self.done:
+            self._end_dense_phase()
+            MaskRefresh(1).refresh(run)
+            run.log.say(f"step {run.step}: sparse")
+
+    def _end_dense_phase(self) -> None:
+        self.done = True
+        end_dense_phase(self.model)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"started": self.done}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state.get("started", True):  # a MaskedDecay by itself, sparse from the first step, has no state
+            self._end_dense_phase()
+
+
 class DenseFinish(Hook):
     """From step `at` on all layers compute densely: no mask, no decay, no MVUE (FST: the last sixth)."""
 

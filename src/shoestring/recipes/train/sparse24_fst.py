@@ -1,7 +1,7 @@
 """Pre-train with 2:4 sparse feed-forward layers, then finish densely (FST): the delivered model is dense.
 
 Run:     shoestring run train/sparse24_fst data=python steps=2000
-         shoestring run train/sparse24_fst decay=6e-5             a fixed strength, no probe, no controller
+         shoestring run train/sparse24_fst decay=6e-5             a fixed strength, no controller; dense warm-up as well
          shoestring run train/sparse24_fst weight_grad=mvue       gradients pruned at random at any width, as published
          shoestring run train/sparse24_fst schedule=cosine        instead of a constant rate until the dense finish
          shoestring run train/sparse24_fst finish=0               sparse to the end: the delivered model is 2:4
@@ -65,7 +65,7 @@ AnyConfig = TypeVar("AnyConfig", bound=SparseConfig)
 class Config(SparseConfig):
     refresh: int = option(40, "steps between new masks", least=1)
     decay: float | None = option(None, "masked decay; none: found by the flip-rate controller", least=0)
-    probe: int | None = option(None, "dense steps before the controller starts; none: the warm-up", least=0)
+    probe: int | None = option(None, "dense steps at the start; none: the warm-up; 0 only with decay=", least=0)
     finish: float = option(1 / 6, "share of the steps at the end that are dense; 0: none, the delivered model is 2:4")
 
 
@@ -86,14 +86,12 @@ def main(cfg: Config) -> Path:
 def check(cfg: Config) -> None:
     if not 0 <= cfg.finish < 1:
         raise UserError(f"finish={cfg.finish} is not a share of the steps; use 0 to 0.99, 1/6 is the paper's")
-    if cfg.decay is not None and cfg.probe is not None and cfg.resume is None:
-        raise UserError(f"probe={cfg.probe} is for finding the decay, which decay={cfg.decay} gives: leave one out")
     if cfg.decay is None and cfg.probe is not None:
         sparse24.check_probe(cfg.probe, cfg.flip_every)
-    if cfg.decay is None and probe_steps(cfg) >= cfg.steps - dense_steps(cfg):
+    if probe_steps(cfg) >= cfg.steps - dense_steps(cfg):
         raise UserError(
-            f"no step would be sparse: of steps={cfg.steps} the controller probes {probe_steps(cfg)}, and the last "
-            f"{dense_steps(cfg)} are dense; use more steps, a smaller warmup= or probe=, or decay=6e-5"
+            f"no step would be sparse: of steps={cfg.steps} the first {probe_steps(cfg)} and the last "
+            f"{dense_steps(cfg)} are dense; use more steps, or a smaller warmup= or probe="
         )
     if cfg.resume is not None:
         check_new_end(cfg, Path(cfg.resume))
@@ -124,13 +122,18 @@ def make_hooks(cfg: Config, model: Decoder, mesh: Mesh, data: TokenData) -> list
     hooks: list[Hook] = [tuned_noise_clock(model, data, mesh, seed=cfg.seed, resume=cfg.resume), meter, refresh, decay]
     if cfg.decay is None:
         hooks.append(sparse24.FlipController(model, meter, decay, probe=probe_steps(cfg)))
+    elif probe_steps(cfg) > 0:
+        hooks[-1] = sparse24.DenseStart(model, decay, until=probe_steps(cfg))
     if cfg.finish > 0:
         hooks.append(sparse24.DenseFinish(model, at=cfg.steps - dense_steps(cfg)))
     return hooks
 
 
 def probe_steps(cfg: Config) -> int:
-    return max(cfg.warmup, 2 * cfg.flip_every) if cfg.probe is None else cfg.probe
+    """Dense steps at the start, in which the controller measures, where there is one."""
+    if cfg.probe is not None:
+        return cfg.probe
+    return max(cfg.warmup, 2 * cfg.flip_every) if cfg.decay is None else cfg.warmup
 
 
 def dense_steps(cfg: Config) -> int:
