@@ -412,7 +412,8 @@ def _way(name: str, belongs: Callable[[str], bool], lines: list[dict[str, Any]])
 
 
 PRUNED = {  # rows of `pruned`: name, format, and whether a setting belongs there
-    "2:4, AST": ("sparse24", lambda m: "frozen" not in m),
+    "2:4, AST": ("sparse24", lambda m: "frozen" not in m and "blocks=" not in m),
+    "2:4, AST after block-wise reconstruction": ("sparse24", lambda m: "blocks=" in m),
     "2:4, AST, masks of SparseGPT throughout": ("sparse24", lambda m: "frozen" in m),
     "2:4, AST, kept values by GPTQ + clip": ("sparse24+int4:g32", lambda m: "awq" not in m),
     "2:4, AST, kept values by AWQ": ("sparse24+int4:g32", lambda m: "awq" in m),

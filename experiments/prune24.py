@@ -448,7 +448,7 @@ def whole_text() -> str:
 
 
 def _table(lines: list[dict[str, Any]]) -> str:
-    rows = []
+    rows, on_novels = [], any("novels" in n["quality"] for n in lines)
     for n in lines:
         config = n["config"]
         trained = ""
@@ -457,14 +457,15 @@ def _table(lines: list[dict[str, Any]]) -> str:
         times = "" if n["ratio"] is None or n["case"] == "dense" else f"{1 / n['ratio']:.2f}x"
         accuracy = f"{100 * n['quality']['accuracy_LAMBADA']:.1f}"
         name, off = NAMES.get(n["case"], n["case"]), n["quality"].get("novels")
-        elsewhere = [f"{off:,.1f}" if off else "", accuracy]
+        elsewhere = [*([f"{off:,.1f}" if off else ""] if on_novels else []), accuracy]
         rows.append([name, f"{config['bits']:.3g}", f"{n['value']:,.1f}", times, *elsewhere, trained])
     config = lines[-1]["config"]
-    header = [MODEL, "bits/weight", "perplexity", "of full precision", "novels", "LAMBADA, %", "training tokens"]
+    novels = ["novels"] if on_novels else []
+    header = [MODEL, "bits/weight", "perplexity", "of full precision", *novels, "LAMBADA, %", "training tokens"]
+    off_text = f"novels: perplexity on {min(config['tokens'], 65536):,} tokens of LAMBADA's passages, context 512; "
     said = (
         f"\n\nWikiText-2 test text (tokenised edition), first {config['tokens']:,} tokens, context "
-        f"{config['context']}; novels: perplexity on {min(config['tokens'], 65536):,} tokens of LAMBADA's passages, "
-        f"context 512, empty where it was not measured; {config['items']} LAMBADA items; calibrated on "
+        f"{config['context']}; {off_text if on_novels else ''}{config['items']} LAMBADA items; calibrated on "
         f"{calibrated(lines)} tokens of the validation text."
     )
     return markdown(header, rows) + said + provenance(lines)
