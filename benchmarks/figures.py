@@ -387,7 +387,7 @@ def wall_clock() -> str:
     }
     best = {case: tables.best_of(found[case]) for case in drawn if case in found}
     runs = [(n, f"{drawn[case][0]}, rate {lr:g}", drawn[case][1]) for case, lr in best.items() for n in found[case][lr]]
-    tried = ", ".join(f"{drawn[case][0]}: {len(found[case])}" for case in best)
+    tried = " or ".join(str(n) for n in sorted({len(found[case]) for case in best}))
     c = lines[-1]["config"]
     begin = c["seconds"] / 3
     curves = [
@@ -421,7 +421,7 @@ def wall_clock() -> str:
                 seen,
             ),
         ],
-        f"The best rate of those tried for each ({tried}), constant until the last sixth of the time, in which FST is "
+        f"Each at the best of the rates tried ({tried}), constant until the last sixth of the time, in which FST is "
         "dense. Compiling and choosing sparse products are not in the seconds.",
     )
 
