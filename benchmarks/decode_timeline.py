@@ -73,10 +73,11 @@ CASES: dict[str, tuple[str, ModelSpec, str, str]] = {
 VARIANTS = [
     RowStepPlan(),
     RowStepPlan(share_keys=128),
+    RowStepPlan(share_keys=128, watched=1024),
+    RowStepPlan(share_keys=128, watched=8192),
+    RowStepPlan(share_keys=128, watched=1 << 20),
+    RowStepPlan(short_keys=128),
     RowStepPlan(flight=4096),
-    RowStepPlan(flight=12288),
-    RowStepPlan(flight=1 << 20),
-    RowStepPlan(run=2),
 ]
 WAIT = 1_000_000  # clocks of the device, about 0.6 ms: the launch of a replay is over by then
 WRONG = 0.08  # relative distance of two steps in bf16, with random weights

@@ -332,6 +332,14 @@ static bool __any_sync(u32, bool v) {
     for (int by = 1; by < 32; by *= 2) v |= __shfl_xor_sync(~0u, (u32)v, by);
     return v;
 }
+static u32 highest_of_warp(u32 v) {
+    for (int by = 1; by < 32; by *= 2) v = std::max(v, __shfl_xor_sync(~0u, v, by));
+    return v;
+}
+static int sum_of_warp(int v) {
+    for (int by = 1; by < 32; by *= 2) v += __shfl_xor_sync(~0u, v, by);
+    return v;
+}
 static u32 from_neighbour(u32 v) { return __shfl_xor_sync(~0u, v, 1); }
 static u32 transpose8(u32 v) {
     const int lane = current->x % 32, row = lane / 4, col = lane % 4 * 2;

@@ -211,7 +211,10 @@ CASES = [
         Case(512, 1024, 8, 2, 64, 34, 1, torch.float32, bias=True, positions=(20,), format="int2:g64"),
         RowStepPlan(warps=2, slice=512, splits=1),
     ),
-    (Case(128, 64, 2, 1, 64, 0, 1, positions=(20,), format="int3:g64"), RowStepPlan(warps=2, splits=1)),
+    (
+        Case(128, 64, 2, 1, 64, 0, 1, positions=(20,), format="int3:g64"),
+        RowStepPlan(warps=2, splits=5, share_keys=4, short_keys=0),
+    ),
 ]
 
 

@@ -88,6 +88,8 @@ INLINE void load_x_turned(u32* f, u32 address) {  // each of the four matrices t
 INLINE u32 transpose8(u32 v) {  // pairs of an 8 x 8 matrix over a warp, row lane / 4, columns 2 (lane % 4) and the next
     u32 d; asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(v)); return d;
 }
+INLINE u32 highest_of_warp(u32 v) { u32 d; asm volatile("redux.sync.max.u32 %0, %1, 0xffffffff;" : "=r"(d) : "r"(v)); return d; }
+INLINE int sum_of_warp(int v) { int d; asm volatile("redux.sync.add.s32 %0, %1, 0xffffffff;" : "=r"(d) : "r"(v)); return d; }
 INLINE u32 from_neighbour(u32 v) {
     u32 d; asm volatile("shfl.sync.bfly.b32 %0, %1, 1, 0x1f, 0xffffffff;" : "=r"(d) : "r"(v)); return d;
 }

@@ -4,7 +4,7 @@
 // Between two kernels the memory waits. Here it does not: every block stays on its multiprocessor, and every warp reads its
 // share of all weights of all layers, in order, through a ring in shared memory. One more warp asks for them: a slot is filled
 // again once it was used, with a piece of whatever product comes next, so that the weights of the next product arrive while the
-// block still waits for its input.
+// block still waits for its input. Another one asks for keys and values.
 //
 //  - a product's rows (outputs) are shared out over the blocks, the inputs of a row over `slices` warps of a block.
 //  - activations pass through memory, as words of two numbers and a tag that says which step and layer wrote them: who needs
@@ -36,16 +36,18 @@
 #define SHARED (HEADS / GROUPS)          // query heads to a key head
 #define LANES (DIM / 8)                  // lanes of a key, 16 bytes each
 #define KEYS_OF (32 / LANES)             // keys that a warp takes at a time
-#define KEYS_AHEAD 4                     // pieces of keys and values that a thread asks for before q is there; more would spill
+#define KEYS_AHEAD 8                     // pieces of keys and values that a thread asks for before q is there; more would spill
 #define LEAST -1e30f
 #define GIVE_UP (1 << 22)                // reads of a word that does not come; a second or more
 
 enum Kind { Qkv, Output, Up, Down, Head };
+template <int K> struct Part { static constexpr int kind = K; };  // each has instructions of its own
 constexpr int inputs_of(int kind) { return kind == Output ? ATTENDED : kind == Down ? D_FF : D_MODEL; }
 constexpr int outputs_of(int kind) { return kind == Qkv ? QKV : kind == Up ? D_FF : kind == Head ? VOCAB : D_MODEL; }
 constexpr bool chunked(int kind) { return CHUNKED && kind != Head; }
 constexpr bool coded(int kind) { return HEAD == 2 && kind == Head; }  // bytes w = (code - zero) * scale
 constexpr int chunks_of(int kind) { return (inputs_of(kind) + 127) / 128; }
+constexpr bool has_norm(int kind) { return kind == Qkv || kind == Up || kind == Head; }
 constexpr int rows_of(int kind) { return chunked(kind) ? 16 : 2; }  // outputs that stay together
 constexpr int log_slices(int kind) {  // of the number of warps that share a row, or 16 rows
 #if CHUNKED
@@ -55,7 +57,6 @@ constexpr int log_slices(int kind) {  // of the number of warps that share a row
     while (inputs_of(kind) > (coded(kind) ? CODED_SLICE : SLICE) << log) log++;
     return log;
 }
-// All parts of a step run through the same code, which has to stay in the instruction cache: kinds are numbers at run time.
 INLINE int slices_log(const int kind) {
     return kind == Down ? log_slices(Down) : kind == Output ? log_slices(Output) : kind == Head ? log_slices(Head) : log_slices(Up);
 }
@@ -104,25 +105,12 @@ INLINE void eight(float* f, const uint4 v) {
     #pragma unroll
     for (int i = 0; i < 4; i++) f[2 * i] = widen_low(w[i]), f[2 * i + 1] = widen_high(w[i]);
 }
-INLINE u32 await_word(const uint2* p, const u32 tag, uint2 v) {  // v is what was read last
-    for (int n = 0; v.y != tag; n++) {
-        if (n == GIVE_UP) abandon();
-        others_run();
-        if (SPIN) nap(SPIN);
-        v = load_now2(p);
-    }
-    return v.x;
+INLINE void look_again(const int tries) {
+    if (tries == GIVE_UP) abandon();
+    others_run();
+    if (SPIN) nap(SPIN);
 }
-INLINE uint2 await_words(const uint2* p, const u32 tag, uint4 v) {  // two neighbours, of which v is what was read last
-    for (int n = 0; v.y != tag || v.w != tag; n++) {
-        if (n == GIVE_UP) abandon();
-        others_run();
-        if (SPIN) nap(SPIN);
-        v = load_now4(p);
-    }
-    return make_uint2(v.x, v.z);
-}
-INLINE uint2 await_words(const uint2* p, const u32 tag) { return await_words(p, tag, load_now4(p)); }
+INLINE bool is_late(const uint4 v, const u32 tag) { return v.y != tag || v.w != tag; }  // one of two neighbours
 
 // ---- the stream of weights ------------------------------------------------------------------------------------------
 struct Share { int first, count; };  // outputs of this block
@@ -131,7 +119,7 @@ INLINE Share share_of(const int kind) {
     const u32 first = blockIdx.x * all / BLOCKS, next = (blockIdx.x + 1) * all / BLOCKS;
     return {(int)(first * each), (int)((next - first) * each)};
 }
-// What a warp reads next, asked for by a lane of the last warp. A row is one output, or 16 with their chunks.
+// What a warp reads next, asked for by a lane of the warp behind those that multiply. A row is one output, or 16 with their chunks.
 struct Stream {
     const Layer* layers;
     const void* head;
@@ -188,7 +176,7 @@ struct Stream {
         } else if (was_first && row >= half) next += to_second;
     }
 };
-// The last warp fills the rings, each lane that of one warp that multiplies: a slot has a barrier that it is full and one that it
+// One warp fills the rings, each lane that of one warp that multiplies: a slot has a barrier that it is full and one that it
 // is free. No more than FLIGHT bytes of a ring (and a piece) are on their way at once: more would not come sooner, and the words
 // that blocks exchange would wait behind them in the same queues.
 INLINE void fill_rings(const Layer* layers, const void* head, const int num_layers, const int lane, const u32 rings, const u32 bars) {
@@ -256,66 +244,92 @@ struct Step {
 // ---- a product --------------------------------------------------------------------------------------------------------
 // Until words all over the input are here; so that the other warps do not read in vain, where there are many.
 INLINE void watch(const Step& s, const uint2* in, const u32 tag, const int width) {
-    if (width < WATCHED) return;
-    if (s.warp == 0) await_words(in + s.lane * (width / 4 - 1) / 31 * 2, tag);
+    const uint2* const some = in + s.lane * (width / 4 - 1) / 31 * 2;
+    if (s.warp == 0)
+        for (int tries = 0; is_late(load_now4(some), tag); tries++) look_again(tries);
     meet();
 }
 INLINE float square_of(const u32 pair) { return widen_low(pair) * widen_low(pair) + widen_high(pair) * widen_high(pair); }
 
+// Times 4 inputs that a thread takes at once, of so many: up to 16, as even as can be.
+constexpr int taken_of(int quads) {
+    const int each = (quads + THREADS - 1) / THREADS, rounds = (each + 15) / 16;
+    return (each + rounds - 1) / rounds;
+}
 // Four inputs at a time, from words of this tag or `plain` numbers, to where `store` puts them; and the sum of their squares.
-// A thread asks for all of its words before it waits (for up to 8 times 16 bytes); those of a warp lie side by side.
-template <class Store> INLINE void take_inputs(Step& s, const uint2* in, const u16* plain, const u32 tag, const int quads,
-                                               const bool normed, Store store) {
-    if (!plain) watch(s, in, tag, quads * 4);
+// A thread asks for all of its words at once, and again for all that were not there; those of a warp lie side by side. ALL: with
+// zeros behind them. `ahead` loads what belongs to inputs while they are on their way.
+template <int QUADS, int ALL, bool NORMED, class Ahead, class Store>
+INLINE void take_inputs(Step& s, const uint2* in, const u16* plain, const u32 tag, Ahead ahead, Store store) {
+    constexpr int taken = taken_of(ALL);
+    if (QUADS * 4 >= WATCHED && !plain) watch(s, in, tag, QUADS * 4);
     float square = 0.f;
-    constexpr int each = least(8, (WIDEST / 4 + THREADS - 1) / THREADS);
     #pragma unroll 1
-    for (int e = threadIdx.x; e < quads; e += THREADS * each) {
-        uint4 got[each];
+    for (int first = 0; first < ALL; first += THREADS * taken) {  // the same number of times for every thread
+        const int e = first + threadIdx.x;
+        uint4 got[taken];
+        auto ask = [&]() {
+            #pragma unroll
+            for (int u = 0; u < taken; u++)
+                if (is_late(got[u], tag)) got[u] = load_now4(in + 2 * (e + u * THREADS));
+        };
         #pragma unroll
-        for (int u = 0; u < each; u++) {  // 0: a register that is not always written counts as in use all through the layers
+        for (int u = 0; u < taken; u++) {
             const int q = e + u * THREADS;
-            got[u] = make_uint4(0, 0, 0, 0);
-            if (q < quads && !plain) got[u] = load_now4(in + 2 * q);
+            const u32 at_first = q < QUADS && !plain ? ~tag : tag;
+            const uint2 x = q < QUADS && plain ? load_now2(plain + 4 * q) : make_uint2(0, 0);
+            got[u] = make_uint4(x.x, at_first, x.y, at_first);
         }
+        ask();
+        ahead(e);
+        for (int tries = 0;; tries++) {
+            bool late = false;
+            #pragma unroll
+            for (int u = 0; u < taken; u++) late |= is_late(got[u], tag);
+            if (!__any_sync(~0u, late)) break;
+            look_again(tries);
+            ask();
+        }
+        uint2 x[taken];
         #pragma unroll
-        for (int u = 0; u < each; u++) {
-            const int q = e + u * THREADS;
-            if (q >= quads) continue;
-            const uint2 x = plain ? load_now2(plain + 4 * q) : await_words(in + 2 * q, tag, got[u]);
-            store(q, x);
-            if (normed) square += square_of(x.x) + square_of(x.y);
+        for (int u = 0; u < taken; u++) {
+            x[u] = make_uint2(got[u].x, got[u].z);
+            if (NORMED) square += square_of(x[u].x) + square_of(x[u].y);
         }
+        store(e, x);
     }
-    if (!normed) return;
+    if (!NORMED) return;
     square = add_lanes(square, 32);
     if (s.lane == 0) s.squares[s.warp] = square;
 }
 
 // part[row * slices + slice] = the sums of all rows of this block's share, with x from words of this tag or `plain` numbers.
-constexpr int PART = CHUNKED ? part_of(Head) : most(most(part_of(Up), part_of(Output)), most(part_of(Down), part_of(Head)));
-INLINE void multiply_dense(Step& s, const int kind, const uint2* in, const u16* plain, const u32 tag, const void* norm,
-                           const int rows, u64* const stamps) {
-    constexpr bool bytes = CHUNKED && HEAD == 2;  // the head; else there are none
-    constexpr int each = bytes ? 16 : 8, pieces = (PART + 32 * each - 1) / (32 * each);  // of 16 bytes, of a lane
+template <int kind> INLINE void multiply_dense(Step& s, const uint2* in, const u16* plain, const u32 tag, const void* norm,
+                                               const int rows, u64* const stamps) {
+    constexpr bool bytes = coded(kind), normed = has_norm(kind);
+    constexpr int width = inputs_of(kind), log = log_slices(kind), slices = 1 << log, part = part_of(kind), quads = width / 4;
+    constexpr int each = bytes ? 16 : 8, pieces = (part + 32 * each - 1) / (32 * each);  // of 16 bytes, of a lane
     constexpr int norm_words = each / 2 * (1 + NORM32);
-    static_assert(PART * 16 / each <= SLOT, "slots are too small");
-    const int width = CHUNKED ? D_MODEL : inputs_of(kind), quads = width / 4, log = CHUNKED ? log_slices(Head) : slices_log(kind);
-    const int slices = 1 << log, part = width >> log, slice = s.warp & (slices - 1);
-    const bool normed = norm != nullptr;
-    u32 by[pieces][norm_words] = {};  // weights of the norm, which no block writes
-    if (normed) {
+    static_assert(pieces * (CHUNKED ? 1 : 512) <= SLOT && part * 16 / each <= SLOT, "slots are too small");
+    const int slice = s.warp & (slices - 1);
+    u32 by[pieces][norm_words];  // weights of the norm, which no block writes, or ones: without branches, as the rows below
+    auto load_norm = [&](int) {
+        constexpr u32 one = NORM32 ? 0x3f800000 : HALF ? 0x3c003c00 : 0x3f803f80;
         #pragma unroll
         for (int p = 0; p < pieces; p++)
             #pragma unroll
             for (int i = 0; i < norm_words; i += 4) {
-                uint4 v = make_uint4(0, 0, 0, 0);
+                uint4 v = make_uint4(one, one, one, one);
                 const int at = (p * 32 + s.lane) * each;
-                if (at < part) v = *(const uint4*)((const char*)norm + (slice * part + at) * (2 + 2 * NORM32) + i * 4);
+                if (normed && at < part) v = *(const uint4*)((const char*)norm + (slice * part + at) * (2 + 2 * NORM32) + i * 4);
                 by[p][i] = v.x, by[p][i + 1] = v.y, by[p][i + 2] = v.z, by[p][i + 3] = v.w;
             }
-    }
-    take_inputs(s, in, plain, tag, quads, normed, [&](const int q, const uint2 x) { *(uint2*)(s.x_s + 2 * q) = x; });
+    };
+    take_inputs<quads, quads, normed>(s, in, plain, tag, load_norm, [&](const int e, const uint2* x) {
+        #pragma unroll
+        for (int u = 0; u < taken_of(quads); u++)
+            if (e + u * THREADS < quads) *(uint2*)(s.x_s + 2 * (e + u * THREADS)) = x[u];
+    });
     meet();
     STAMP(1);
     float x[pieces][8], inputs = 0.f;
@@ -329,15 +343,15 @@ INLINE void multiply_dense(Step& s, const int kind, const uint2* in, const u16* 
         const int at = (p * 32 + s.lane) * each;
         float some[each];
         #pragma unroll
-        for (int i = 0; i < each; i++) some[i] = 0.f;
-        if (at < part) {
-            #pragma unroll
-            for (int i = 0; i < each; i += 8) eight(some + i, *(const uint4*)(s.x_s + (slice * part + at + i) / 2));
-            #pragma unroll
-            for (int i = 0; i < each; i++) {
-                const u32 word = by[p][i * norm_words / each];
-                if (normed) some[i] *= NORM32 ? __uint_as_float(word) : i % 2 ? widen_high(word) : widen_low(word);
-            }
+        for (int i = 0; i < each; i += 8) {
+            uint4 v = make_uint4(0, 0, 0, 0);
+            if (at < part) v = *(const uint4*)(s.x_s + (slice * part + at + i) / 2);
+            eight(some + i, v);
+        }
+        #pragma unroll
+        for (int i = 0; i < each; i++) {
+            const u32 word = by[p][i * norm_words / each];
+            some[i] *= NORM32 ? __uint_as_float(word) : i % 2 ? widen_high(word) : widen_low(word);
         }
 #if CHUNKED && HEAD == 2
         u32 pairs[8], top = 0;
@@ -370,7 +384,7 @@ INLINE void multiply_dense(Step& s, const int kind, const uint2* in, const u16* 
         #pragma unroll
         for (int p = 0; p < pieces; p++) {
             got[p] = make_uint4(0, 0, 0, 0);
-            if (!CHUNKED || (p * 32 + s.lane) * each < PART) got[p] = *(const uint4*)(piece + (p * 32 + s.lane) * 16);
+            if (!CHUNKED || (p * 32 + s.lane) * each < part) got[p] = *(const uint4*)(piece + (p * 32 + s.lane) * 16);
         }
         s.slots.free(s.lane);
         float sum[pieces];
@@ -404,73 +418,81 @@ INLINE void multiply_dense(Step& s, const int kind, const uint2* in, const u16* 
 
 #if CHUNKED
 // The same with chunks of codes: x by chunk as integers times a scale, in two digits of 8 bits, each a column of B.
-INLINE void multiply_chunks(Step& s, const int kind, const uint2* in, const u16* plain, const u32 tag, const void* norm,
-                            const int rows, u64* const stamps) {
-    constexpr int run = RUN, apart = BY_STEP ? 8 : 16;
+template <int kind> INLINE void multiply_chunks(Step& s, const uint2* in, const u16* plain, const u32 tag, const void* norm,
+                                                const int rows, u64* const stamps) {
+    constexpr int run = RUN, width = inputs_of(kind), chunks = chunks_of(kind), log = log_slices(kind), slices = 1 << log;
+    constexpr bool normed = has_norm(kind);
+    constexpr int taken = taken_of(chunks * 32);
     static_assert(run * CHUNK <= SLOT, "slots are too small");
-    const int width = inputs_of(kind), chunks = chunks_of(kind), log = slices_log(kind), slices = 1 << log;
-    const bool normed = norm != nullptr;
     char* const x_s = (char*)s.x_s;
     float4* const sums = (float4*)(x_s + X_SUMS);  // of a group: the sum of its high digits, what one is worth, the same for low
-    // The 16 inputs of a word of digits wait where its digits will be: inputs 8 i to 8 i + 7 of it in the places of digit i.
-    auto digit_at = [&](const int word, const int i, const int c) { return (u32*)(x_s + word / 4 * X_GROUP + word % 4 * 4 + i * 64 + c * 16); };
-    auto place = [&](const int q, const uint2 x) {
-        const int word = BY_STEP ? q / 4 : q / 8 * 2 + q / 2 % 2, i = BY_STEP ? q / 2 % 2 : q / 4 % 2, c = q % 2 * 2;
-        *digit_at(word, i, c) = x.x, *digit_at(word, i, c + 1) = x.y;
-    };
-    for (int q = width / 4 + threadIdx.x; q < chunks * 32; q += THREADS) place(q, make_uint2(0, 0));  // fills the last chunk
-    u32 by[2][4 * (1 + NORM32)];  // weights of the norm for the 16 inputs of a word, which no block writes
-    auto load_norm = [&](const int word) {
+    u32 by[taken][2 * (1 + NORM32)];  // weights of the norm for inputs that are taken, which no block writes
+    auto load_norm = [&](const int e) {
         #pragma unroll
-        for (int n = 0; n < 8 * (1 + NORM32); n += 4) {
-            const int i = n / (4 * (1 + NORM32)), at = n % (4 * (1 + NORM32));
-            const int k = (BY_STEP ? word * 16 : word / 2 * 32 + word % 2 * 8) + i * apart;
+        for (int u = 0; u < taken; u++) {
+            const int q = e + u * THREADS;
             uint4 v = make_uint4(0, 0, 0, 0);
-            if (normed && k < width) v = *(const uint4*)((const char*)norm + k * (2 + 2 * NORM32) + at * 4);
-            by[i][at] = v.x, by[i][at + 1] = v.y, by[i][at + 2] = v.z, by[i][at + 3] = v.w;
+#if NORM32
+            if (normed && q * 4 < width) v = *(const uint4*)((const float*)norm + q * 4);
+            by[u][2] = v.z, by[u][3] = v.w;
+#else
+            if (normed && q * 4 < width) *(uint2*)&v = *(const uint2*)((const u16*)norm + q * 4);
+#endif
+            by[u][0] = v.x, by[u][1] = v.y;
         }
     };
-    load_norm(threadIdx.x);
-    take_inputs(s, in, plain, tag, width / 4, normed, place);
-    meet();
-    #pragma unroll 1
-    for (int e = s.warp * 32; e < chunks * 8; e += THREADS) {
-        const int word = e + s.lane;
-        const bool inside = word < chunks * 8;
-        u32 x[2][4];
+    // A warp has the 128 inputs of a chunk. A word of digits is made of pairs of two lanes: 8 or 16 inputs apart.
+    constexpr bool whole = chunks * 32 % (THREADS * taken) == 0;
+    const int other = BY_STEP ? 2 : 4, second = s.lane / other % 2;
+    const int word_of_lane = BY_STEP ? s.lane / 4 : s.lane / 8 * 2 + s.lane / 2 % 2;
+    char* const digits_of_lane = x_s + word_of_lane / 4 * X_GROUP + word_of_lane % 4 * 4 + (s.lane % 2 * 2 + second) * 16;
+    take_inputs<width / 4, chunks * 32, normed>(s, in, plain, tag, load_norm, [&](const int e, uint2* x) {
+        u32 most[taken];
         #pragma unroll
-        for (int n = 0; n < 8; n++) x[n / 4][n % 4] = inside ? *digit_at(word, n / 4, n % 4) : 0;
-        if (normed) {
-            #pragma unroll
-            for (int n = 0; n < 8; n++) {
-                u32& pair = x[n / 4][n % 4];
-                const u32* const two = by[n / 4] + n % 4 * (1 + NORM32);
-                const float low = NORM32 ? __uint_as_float(two[0]) : widen_low(two[0]);
-                const float high = NORM32 ? __uint_as_float(two[NORM32]) : widen_high(two[0]);
-                pair = narrow2(widen_low(pair) * low, widen_high(pair) * high);
-            }
-            load_norm(word + THREADS);
+        for (int u = 0; u < taken; u++) {
+#if NORM32
+            if (normed) x[u].x = narrow2(widen_low(x[u].x) * __uint_as_float(by[u][0]), widen_high(x[u].x) * __uint_as_float(by[u][1]));
+            if (normed) x[u].y = narrow2(widen_low(x[u].y) * __uint_as_float(by[u][2]), widen_high(x[u].y) * __uint_as_float(by[u][3]));
+#else
+            if (normed) x[u].x = narrow2(widen_low(x[u].x) * widen_low(by[u][0]), widen_high(x[u].x) * widen_high(by[u][0]));
+            if (normed) x[u].y = narrow2(widen_low(x[u].y) * widen_low(by[u][1]), widen_high(x[u].y) * widen_high(by[u][1]));
+#endif
+            const u32 tops = max_abs2(max_abs2(0, x[u].x), x[u].y);
+            most[u] = max(tops & 0xffff, tops >> 16);  // magnitudes have the order of their bits
         }
-        u32 top = 0;
         #pragma unroll
-        for (int n = 0; n < 8; n++) top = max_abs2(top, x[n / 4][n % 4]);
+        for (int u = 0; u < taken; u++) most[u] = highest_of_warp(most[u]);
+        u32 theirs[taken];
         #pragma unroll
-        for (int i = 1; i < 8; i *= 2) top = max_abs2(top, __shfl_xor_sync(~0u, top, i));
-        const Digits digits(top);
-        int sum_high = 0, sum_low = 0;
+        for (int u = 0; u < taken; u++) theirs[u] = __shfl_xor_sync(~0u, second ? x[u].x : x[u].y, other);
+        int sum[taken];
         #pragma unroll
-        for (int c = 0; c < 4; c++) {
+        for (int u = 0; u < taken; u++) {
+            const Digits digits(most[u]);
             u32 high, low;
-            digits.split(x[0][c], x[1][c], high, low);
-            sum_low = __dp4a((int)low, 0x01010101, sum_low), sum_high = __dp4a((int)high, 0x01010101, sum_high);
-            if (inside) *digit_at(word, 0, c) = high, *digit_at(word, 1, c) = low;
+            digits.split(second ? theirs[u] : x[u].x, second ? x[u].y : theirs[u], high, low);
+            char* const to = digits_of_lane + (e + u * THREADS) / 32 * (2 * X_GROUP);
+            if (whole || e + u * THREADS < chunks * 32) *(u32*)to = high, *(u32*)(to + 64) = low;
+            sum[u] = __dp4a((int)high, 0x01010101, 0) * 65536 + __dp4a((int)low, 0x01010101, 0);  // two numbers of 16 bits
         }
-        int sum = sum_high * 65536 + sum_low;  // two numbers of 16 bits
-        #pragma unroll
-        for (int i = 1; i < GROUP / 16; i *= 2) sum += __shfl_xor_sync(~0u, sum, i);
-        if (inside && word % (GROUP / 16) == 0)
-            sums[word / (GROUP / 16)] = {(float)((sum + 0x8000) >> 16), digits.unit, (float)(short)sum, digits.unit * (1.f / LOW_UNITS)};
-    }
+        if (GROUP == 128) {
+            #pragma unroll
+            for (int u = 0; u < taken; u++) sum[u] = sum_of_warp(sum[u]);
+        } else {
+            #pragma unroll
+            for (int i = 1; i < GROUP / 4; i *= 2)
+                #pragma unroll
+                for (int u = 0; u < taken; u++) sum[u] += __shfl_xor_sync(~0u, sum[u], i);
+        }
+        if (s.lane % (GROUP / 4) == 0) {
+            #pragma unroll
+            for (int u = 0; u < taken; u++) {
+                const float unit = Digits(most[u]).unit;
+                if (whole || e + u * THREADS < chunks * 32)
+                    sums[(e + u * THREADS) / (GROUP / 4)] = {(float)((sum[u] + 0x8000) >> 16), unit, (float)(short)sum[u], unit * (1.f / LOW_UNITS)};
+            }
+        }
+    });
     meet();
     STAMP(1);
     const int slice = s.warp & (slices - 1), g = s.lane >> 2, t = s.lane & 3;
@@ -529,10 +551,10 @@ INLINE void multiply_chunks(Step& s, const int kind, const uint2* in, const u16*
 #endif
 
 // `in`: words with the tag `in_tag`, or `plain` numbers. `residual`: of this thread's two outputs; they become the sums.
-INLINE void product(Step& s, const int kind, const uint2* in, const u16* plain, const u32 in_tag, const void* norm,
-                    const u16* bias, uint2* out, const u32 tag, float* logits, float* residual) {
-    const int slices = 1 << slices_log(kind);
-    const bool adds = kind == Output || kind == Down;
+template <int kind> INLINE void product(Step& s, const uint2* in, const u16* plain, const u32 in_tag, const void* norm,
+                                        const u16* bias, uint2* out, const u32 tag, float* logits, float* residual) {
+    constexpr int slices = 1 << log_slices(kind);
+    constexpr bool adds = kind == Output || kind == Down;
     const Share mine = share_of(kind);
     const int t = threadIdx.x, rows = mine.count * (kind == Up ? 2 : 1);
     u64* const stamps = s.stamps;
@@ -548,25 +570,22 @@ INLINE void product(Step& s, const int kind, const uint2* in, const u16* plain, 
     };
     load_bias(t * 2);
 #if CHUNKED
-    if (kind != Head) multiply_chunks(s, kind, in, plain, in_tag, norm, rows, stamps);
+    if constexpr (chunked(kind)) multiply_chunks<kind>(s, in, plain, in_tag, norm, rows, stamps);
 #endif
-#if !CHUNKED || HEAD
-    if (!chunked(kind)) multiply_dense(s, kind, in, plain, in_tag, norm, rows, stamps);
-#endif
+    if constexpr (!chunked(kind)) multiply_dense<kind>(s, in, plain, in_tag, norm, rows, stamps);
     meet();
     STAMP(2);
     float scale = 1.f;
-    if (norm) {  // norms are of the model's width
+    if (has_norm(kind)) {  // of the model's width
         float all = 0.f;
         #pragma unroll
         for (int w = 0; w < WARPS; w++) all += s.squares[w];
-        scale = root(all / D_MODEL + s.eps);
+        scale = root(all * (1.f / D_MODEL) + s.eps);
     }
     auto total_of = [&](const int row) {
         float all = 0.f;
         #pragma unroll
-        for (int n = 0; n < WARPS; n++)
-            if (n < slices) all += s.part[row * slices + n];
+        for (int n = 0; n < slices; n++) all += s.part[row * slices + n];
         return all * scale;
     };
     #pragma unroll 1
@@ -623,17 +642,29 @@ template <int H> struct Keys {
         const int size = (all + shares - 1) / shares;
         first = begin + share * size, count = used ? max(0, min(size, all - share * size)) : 0;
     }
-    INLINE u64 place_of(const int page, const int at) const { return (((u64)page * PAGE + at % PAGE) * GROUPS + group) * DIM; }
-    INLINE u64 place_of(const int* table, const int at) const { return place_of(table[at / PAGE], at); }
+    INLINE u64 place_of(const int* table, const u32 at) const { return (((u64)(u32)table[at / PAGE] * PAGE + at % PAGE) * GROUPS + group) * DIM; }
 };
-// They come from memory behind the weights that were asked for before; so they are asked for when the layer begins.
-template <int H> INLINE void ask_for_keys(const Layer& layer, const int* table, const int position, const int most_keys) {
+INLINE bool by_head(const Layer& layer, const int position) {  // then a block takes one query head
+    return HEADS <= BLOCKS && (layer.window && (int)layer.window <= position ? (int)layer.window - 1 : position) <= SHORT_KEYS;
+}
+template <int H> INLINE void ask_for_keys(const Layer& layer, const int* table, const int position, const int most_keys, const int lane) {
     constexpr int lines = (DIM * 2 + 127) / 128;
     const Keys<H> mine(position, (int)layer.window);
-    #pragma unroll 1
-    for (int e = threadIdx.x; e < min(mine.count, most_keys) * lines; e += THREADS) {
+    #pragma unroll 4
+    for (int e = lane; e < min(mine.count, most_keys) * lines; e += 32) {
         const u64 from = mine.place_of(table, mine.first + e / lines) + e % lines * 64;
         prefetch(layer.keys + from), prefetch(layer.values + from);
+    }
+}
+// They come from memory behind the weights that were asked for before; so a warp of its own asks for them when the layer before
+// comes to its last product, of which `reached` tells.
+INLINE void ask_for_all_keys(const Layer* layers, const int num_layers, const volatile int* reached, const int* table,
+                             const int position, const int lane) {
+    #pragma unroll 1
+    for (int l = 0; l < num_layers; l++) {
+        while (*reached < l) others_run(), nap(100);
+        if (by_head(layers[l], position)) ask_for_keys<1>(layers[l], table, position, SHORT_KEYS, lane);
+        else ask_for_keys<SHARED>(layers[l], table, position, EARLY_KEYS, lane);
     }
 }
 // AHEAD: pieces of keys and values that a thread asks for before q is there.
@@ -654,21 +685,22 @@ template <int H, int AHEAD> INLINE void attend(Step& s, const Layer& layer, uint
     // ---- the first keys and values, and what q and k are turned by ---------------------------------------------------
     const int of_warp = s.lane / LANES, piece = s.lane % LANES;
     uint4 keys[AHEAD], values[AHEAD];
-    int pages[AHEAD];  // of the keys that are fetched next: their loads must not wait for loads of their places
+    int pages[AHEAD] = {};  // of the keys that are fetched next: their loads must not wait for loads of their places
+    const int rounds = (mine + AHEAD * WARPS * KEYS_OF - 1) / (AHEAD * WARPS * KEYS_OF);
+    const u16 *const keys_at = layer.keys + group * DIM + piece * 8, *const values_at = layer.values + group * DIM + piece * 8;
     auto key_at = [&](const int round, const int n) { return ((round * AHEAD + n) * WARPS + s.warp) * KEYS_OF + of_warp; };
     auto look_up = [&](const int round) {
         #pragma unroll
-        for (int n = 0; n < AHEAD; n++) pages[n] = key_at(round, n) < mine ? table[(first + key_at(round, n)) / PAGE] : 0;
+        for (int n = 0; n < AHEAD; n++) pages[n] = key_at(round, n) < mine ? table[(u32)(first + key_at(round, n)) / PAGE] : 0;
     };
-    auto fetch = [&](const int round) {
+    auto fetch = [&](const int round) {  // few instructions: q may be there already
         #pragma unroll
         for (int n = 0; n < AHEAD; n++) {
             keys[n] = values[n] = make_uint4(0, 0, 0, 0);
-            if (key_at(round, n) >= mine) continue;
-            const u64 from = own_keys.place_of(pages[n], first + key_at(round, n)) + piece * 8;
-            keys[n] = load_late(layer.keys + from), values[n] = load_late(layer.values + from);
+            const u64 from = (u64)(u32)pages[n] * (PAGE * GROUPS * DIM) + (u32)(first + key_at(round, n)) % PAGE * (GROUPS * DIM);
+            if (key_at(round, n) < mine) keys[n] = load_late(keys_at + from), values[n] = load_late(values_at + from);
         }
-        look_up(round + 1);
+        if (round + 1 < rounds) look_up(round + 1);
     };
     look_up(0);
     fetch(0);
@@ -695,8 +727,12 @@ template <int H, int AHEAD> INLINE void attend(Step& s, const Layer& layer, uint
             const int at = s.lane + 32 * n;
             a[n][0] = a[n][1] = b[n][0] = b[n][1] = 0.f;
             if (at >= DIM / 4) continue;
-            const uint2 first_left = load_now2(from + at), first_right = load_now2(from + DIM / 4 + at);
-            const u32 left = await_word(from + at, tag, first_left), right = await_word(from + DIM / 4 + at, tag, first_right);
+            uint2 words[2] = {load_now2(from + at), load_now2(from + DIM / 4 + at)};
+            for (int tries = 0; words[0].y != tag || words[1].y != tag; tries++) {
+                look_again(tries);
+                words[0] = load_now2(from + at), words[1] = load_now2(from + DIM / 4 + at);
+            }
+            const u32 left = words[0].x, right = words[1].x;
             a[n][0] = widen_low(left), a[n][1] = widen_high(left), b[n][0] = widen_low(right), b[n][1] = widen_high(right);
         }
 #if HEAD_NORM
@@ -749,13 +785,12 @@ template <int H, int AHEAD> INLINE void attend(Step& s, const Layer& layer, uint
         score = add_lanes(score, LANES);
         peak[h] = has_own ? score : LEAST, total[h] = has_own ? 1.f : 0.f;
     }
-    const int rounds = (mine + AHEAD * WARPS * KEYS_OF - 1) / (AHEAD * WARPS * KEYS_OF);
     #pragma unroll 1
     for (int round = 0; round < rounds; round++) {
         uint4 keys_now[AHEAD], values_now[AHEAD];
         #pragma unroll
         for (int n = 0; n < AHEAD; n++) keys_now[n] = keys[n], values_now[n] = values[n];
-        if (round + 1 < rounds) fetch(round + 1);
+        if (H > 1 && round + 1 < rounds) fetch(round + 1);
         float score[AHEAD][H];  // all of them before the first is used: they are made side by side
         #pragma unroll
         for (int h = 0; h < H; h++) {
@@ -794,6 +829,7 @@ template <int H, int AHEAD> INLINE void attend(Step& s, const Layer& layer, uint
                 for (int i = 0; i < 8; i++) acc[h][i] += weight * v[i];
             }
         }
+        if (H == 1 && round + 1 < rounds) fetch(round + 1);  // what was read first is mostly all
     }
     #pragma unroll
     for (int h = 0; h < H; h++) {
@@ -838,39 +874,43 @@ template <int H, int AHEAD> INLINE void attend(Step& s, const Layer& layer, uint
             if (e % DIM == 0) store_now4(parts_tops + (share * H + h) * 2, __float_as_uint(top), tag, __float_as_uint(all), tag);
         }
     }
-    if (shares > 1)
+    if (shares > 1) {  // this block joins some pairs of dims: its threads ask for all shares of them at once
+        constexpr int pairs = H * DIM / 2;
+        static_assert(4 * SPLITS <= (H + 2) * DIM, "what is joined lies where q and the warps' sums were");
+        const int each = (pairs + shares - 1) / shares, begin = share * each, count = min(each, pairs - begin);
+        float4* const joined = (float4*)s.x_s;  // [shares][count] peaks, totals and two sums
+        meet();
         #pragma unroll 1
-        for (int e = (share + t * shares) * 2; e < H * DIM; e += THREADS * shares * 2) {
-            const int h = e / DIM;
-            float top = LEAST, all = 0.f, sum[2] = {0.f, 0.f};
-            auto top_at = [&](const int n) { return parts_tops + (n * H + h) * 2; };
-            auto part_at = [&](const int n) { return parts + n * (H * DIM) + e; };
-            #pragma unroll 1
-            for (int n0 = 0; n0 < shares; n0 += 4) {  // in order, asked for together
-                uint4 some_tops[4], some[4];
-                #pragma unroll
-                for (int n = 0; n < 4; n++) some_tops[n] = some[n] = make_uint4(0, 0, 0, 0);
-                #pragma unroll
-                for (int n = 0; n < 4; n++)
-                    if (n0 + n < shares) some_tops[n] = load_now4(top_at(n0 + n)), some[n] = load_now4(part_at(n0 + n));
-                #pragma unroll
-                for (int n = 0; n < 4; n++) {
-                    if (n0 + n >= shares) continue;
-                    const uint2 there = await_words(top_at(n0 + n), tag, some_tops[n]);
-                    const uint2 got = await_words(part_at(n0 + n), tag, some[n]);
-                    const float peak_n = __uint_as_float(there.x), next = max(top, peak_n);
-                    const float old = power2(top - next), by = power2(peak_n - next);
-                    all = all * old + by * __uint_as_float(there.y), top = next;
-                    sum[0] = sum[0] * old + by * __uint_as_float(got.x), sum[1] = sum[1] * old + by * __uint_as_float(got.y);
-                }
+        for (int e = t; e < shares * count; e += THREADS) {
+            const int n = e / count, pair = begin + e % count;
+            const uint2 *const top_at = parts_tops + (n * H + pair * 2 / DIM) * 2, *const part_at = parts + n * (H * DIM) + pair * 2;
+            uint4 top = load_now4(top_at), part = load_now4(part_at);
+            for (int tries = 0; is_late(top, tag) || is_late(part, tag); tries++) {
+                look_again(tries);
+                top = load_now4(top_at), part = load_now4(part_at);
             }
-            store_now2(out + e / 2, narrow2(sum[0] / all, sum[1] / all), tag);
+            joined[e] = {__uint_as_float(top.x), __uint_as_float(top.z), __uint_as_float(part.x), __uint_as_float(part.z)};
         }
+        meet();
+        #pragma unroll 1
+        for (int e = t; e < count; e += THREADS) {
+            float top = LEAST, all = 0.f, sum[2] = {0.f, 0.f};
+            #pragma unroll 4
+            for (int n = 0; n < shares; n++) top = max(top, joined[n * count + e].x);
+            #pragma unroll 4
+            for (int n = 0; n < shares; n++) {
+                const float4 part = joined[n * count + e];
+                const float by = power2(part.x - top);
+                all += by * part.y, sum[0] += by * part.z, sum[1] += by * part.w;
+            }
+            store_now2(out + begin + e, narrow2(sum[0] / all, sum[1] / all), tag);
+        }
+    }
     meet();  // x_s is written next
     STAMP(3);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) row_step(
+extern "C" __global__ void __launch_bounds__(THREADS + 64, 1) row_step(
     const Layer* __restrict__ layers, const void* __restrict__ head, const u16* __restrict__ head_scale,
     const unsigned char* __restrict__ head_zero, const void* __restrict__ last_norm, const u16* x,
     void* result, uint2* words, u32* state, const int* tables, const int* tiles, u64* stamps, float eps,
@@ -880,7 +920,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) row_step(
     u64* const bars = (u64*)(smem + RINGS);
     Layer* const layers_s = (Layer*)(bars + WARPS * SLOTS * 2);
     s.warp = warp, s.lane = lane, s.eps = eps, s.head_scale = head_scale, s.head_zero = head_zero;
-    s.x_s = (u32*)(layers_s + num_layers);
+    volatile int* const reached = (int*)(layers_s + num_layers);  // layers whose last product has begun
+    s.x_s = (u32*)reached + 4;
     s.squares = (float*)((char*)s.x_s + X_BYTES);
     s.inputs = s.squares + WARPS;
     s.part = s.inputs + WARPS;
@@ -898,8 +939,9 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) row_step(
             if (n % (SLOT / 16) >= shortest / 16) ((uint4*)s.ring)[n] = make_uint4(0, 0, 0, 0);
     stores_before_copies();
 #endif
+    if (threadIdx.x == 0) *reached = 0;
     __syncthreads();
-    if (warp >= WARPS) {
+    if (warp == WARPS) {
         fill_rings(layers_s, head, num_layers, lane, shared_address(smem), shared_address(bars));
         return;
     }
@@ -908,6 +950,11 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) row_step(
     const u32 step = load_late32(state);
     const int table_row = load_late32(tiles), position = load_late32(tiles + 2), live = load_late32(tiles + 3);
     const int* const table = tables + (u64)table_row * table_stride;
+    const int at = live ? position : 0;
+    if (warp > WARPS) {
+        ask_for_all_keys(layers_s, num_layers, reached, table, at, lane);
+        return;
+    }
     float residual[2] = {0.f, 0.f};
     const Share mine = share_of(Output);
     static_assert(D_MODEL / BLOCKS + 16 <= THREADS * 2, "a thread has two outputs at most that it adds to");
@@ -916,10 +963,9 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) row_step(
         residual[0] = widen_low(pair), residual[1] = widen_high(pair);
     }
     const u32 first_tag = step * (num_layers + 1);
-    #pragma unroll 1
-    for (int l = 0, kind = Qkv; l < num_layers + (HEAD ? 1 : 0);) {
-        if (l == num_layers) kind = Head, s.eps = last_eps, launch_dependents();
-        const Layer& layer = layers_s[l < num_layers ? l : 0];
+    auto run_part = [&](const int l, auto part) {
+        constexpr int kind = decltype(part)::kind;
+        const Layer& layer = layers_s[kind == Head ? 0 : l];
         const u32 tag = first_tag + l + 1, in_tag = kind == Qkv || kind == Head ? tag - 1 : tag;
         uint2* const here = words + (l & 1) * WORDS;
         const uint2* const before = words + (l & 1 ^ 1) * WORDS;
@@ -929,24 +975,19 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) row_step(
         const u16* const bias = kind == Head ? nullptr : layer.biases[kind & 3];
         auto stamp_at = [&](const int n) { s.stamps = stamps + ((u64)(l * 5 + n) * BLOCKS + blockIdx.x) * 4; };
         stamp_at(kind == Head || kind == Qkv ? 0 : kind + 1);
-        const int at = live ? position : 0;
-        auto by_head = [&](const Layer& of) {  // then a block takes one query head
-            return HEADS <= BLOCKS && (of.window && (int)of.window <= at ? (int)of.window - 1 : at) <= SHORT_KEYS;
-        };
-        // The keys of a layer are asked for while the block has to wait anyhow.
-        const int early = kind == Down ? l + 1 : kind == Qkv && l == 0 ? 0 : num_layers;
-        if (early < num_layers) {
-            const Layer& of = layers_s[early];
-            if (by_head(of)) ask_for_keys<1>(of, table, at, SHORT_KEYS);
-            else ask_for_keys<SHARED>(of, table, at, EARLY_KEYS);
-        }
-        product(s, kind, in, kind == Qkv && l == 0 ? x : nullptr, in_tag, norm, bias, out, tag, (float*)result, residual);
+        if (kind == Down && threadIdx.x == 0) *reached = l + 1;
+        product<kind>(s, in, kind == Qkv && l == 0 ? x : nullptr, in_tag, norm, bias, out, tag, (float*)result, residual);
         stamp_at(1);
-        if (kind == Qkv && by_head(layer)) attend<1, KEYS_AHEAD>(s, layer, here, tag, table, at, live, scale, head_eps);
+        if (kind == Qkv && by_head(layer, at)) attend<1, KEYS_AHEAD>(s, layer, here, tag, table, at, live, scale, head_eps);
         else if (kind == Qkv) attend<SHARED, 2>(s, layer, here, tag, table, at, live, scale, head_eps);
-        if (kind == Down || kind == Head) l++, kind = Qkv;
-        else kind++;
-    }
+    };
+    #pragma unroll 1
+    for (int l = 0; l < num_layers; l++) run_part(l, Part<Qkv>()), run_part(l, Part<Output>()), run_part(l, Part<Up>()), run_part(l, Part<Down>());
+#if HEAD
+    s.eps = last_eps;
+    launch_dependents();
+    run_part(num_layers, Part<Head>());
+#endif
 #if !HEAD
     launch_dependents();
     if ((int)threadIdx.x * 2 < mine.count) ((u32*)result)[mine.first / 2 + threadIdx.x] = narrow2(residual[0], residual[1]);

@@ -136,9 +136,12 @@ class RowStepPlan:
     flight: int = 8192  # bytes of a warp's ring that are on their way at once; more delay what the SMs exchange
 
     def dense_slice(self, shape: StepShape) -> int:
+        """A piece of a dense head behind packed layers is as long as theirs: asking for a shorter one takes as long."""
         if self.slice:
             return self.slice
-        return 1024 if shape.layout is not None or shape.d_model <= 1024 else 2048
+        if shape.layout is not None and shape.layout.chunk_bytes * self.chunk_run(shape) < 4096:
+            return 1024
+        return 1024 if shape.d_model <= 1024 else 2048
 
     def coded_slice(self, shape: StepShape) -> int:
         """Inputs of a row of 8-bit codes for a warp: a piece as long as those of the layers, if they are packed."""
@@ -198,7 +201,7 @@ class RowStepPlan:
         queries = 4 * (shared + 2) * shape.head_dim
         product = max(x_bytes, queries) + 4 * (2 * self.warps + max(sums))
         attention = queries + 4 * self.warps * shared * (shape.head_dim + 2)
-        return 8 * LAYER_WORDS * shape.num_layers + max(product, attention)
+        return 8 * LAYER_WORDS * shape.num_layers + 16 + max(product, attention)
 
     def slots(self, shape: StepShape, limits: DeviceLimits) -> int:
         """Pieces in a warp's ring: as many as fit."""
@@ -222,6 +225,8 @@ def unusable(shape: StepShape, plan: RowStepPlan, limits: DeviceLimits = H200) -
     layout = shape.layout
     if layout is not None and layout.table:
         return "levels from a table"
+    if layout is None and shape.head_scale:
+        return "a head of 8-bit codes behind dense layers"
     each, parts = (2, plan.slices) if layout is None else (CHUNK_ROWS, lambda shape, width: 1)
     if any(n % each for n in shape.outputs) or any(w % (8 * parts(shape, w)) for w in shape.widths) or shape.vocab % 2:
         return "sizes that are not multiples of 8"
@@ -406,7 +411,7 @@ class RowStep:
         )  # fmt: skip
         self._kernel.launch(
             (self._blocks, 1, 1),
-            32 * (self.plan.warps + 1),
+            32 * (self.plan.warps + 2),
             self._shared,
             (
                 *map(pointer, pointers),
