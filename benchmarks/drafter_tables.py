@@ -25,8 +25,8 @@ def table() -> str:
 
 
 def newest_table() -> str:
-    """Of the target that was served last, and of one that was trained to the end."""
-    return "\n\n".join(_tables({newest_target(), well_trained()}))
+    """Of the target that was served last, of the one that was trained for longest, and of a given model."""
+    return "\n\n".join(_tables({newest_target(), *well_trained()}))
 
 
 def _tables(only: set[str] | None = None) -> list[str]:
@@ -233,13 +233,20 @@ def speeds(target: str, text: str = "greedy") -> dict[str, dict[int, dict[str, A
     return found
 
 
+def fixed_drafts(target: str) -> dict[str, float]:
+    """Times plain speed by drafter: greedy text, one request at a time, always as many drafts."""
+    lines = [n for n in newest(BENCH) if n["config"]["target"] == target and "batch" not in n["config"]]
+    return {n["case"]: n["ratio"] for n in lines if n["ratio"] is not None}
+
+
 def _varied(config: dict[str, Any]) -> bool:
     """Timed with another controller or rule than the engine's own."""
     return bool(config.get("controller") or config.get("rule"))
 
 
 def accepted(target: str) -> dict[str, dict[str, float]]:
-    """The acceptance of each drafter in its newest training, the mean over seeds; not of trainings at equal compute."""
+    """Acceptance and tokens per pass of each drafter in its newest training, the mean over seeds; not of trainings at
+    equal compute."""
     lines = [n for n in newest(BENCH) if n["config"]["target"] == target and "acceptance" in n["quality"]]
     found: dict[str, dict[str, float]] = {}
     for case in dict.fromkeys(n["case"] for n in lines):
@@ -247,7 +254,7 @@ def accepted(target: str) -> dict[str, dict[str, float]]:
         if own:
             training = _training(own[-1])
             own = [n for n in own if _training(n) == training]
-            names = [k for k in own[-1]["quality"] if k.endswith("acceptance")]
+            names = [k for k in own[-1]["quality"] if k.endswith(("acceptance", "accepted_length"))]
             found[case] = {k: statistics.mean(n["quality"][k] for n in own) for k in names}
     return found
 
@@ -256,15 +263,16 @@ def _training(line: dict[str, Any]) -> tuple[Any, ...]:
     return line["config"]["budget"], line["config"].get("steps")
 
 
-def well_trained() -> str:
-    """A target whose drafters were measured at every temperature, a given model before one that was trained for it."""
+def well_trained() -> list[str]:
+    """Targets whose drafters were measured at every temperature: the newest that was trained here, and a given one."""
     lines = [n for n in newest(BENCH) if "sampled_0.7_acceptance" in n["quality"]]
-    targets = list(dict.fromkeys(n["config"]["target"] for n in lines))
-    return min(targets, key=lambda t: t.startswith("Llama shape")) if targets else newest_target()
+    found = list(dict.fromkeys(n["config"]["target"] for n in lines))
+    trained = [t for t in found if t.startswith("Llama shape")]
+    return trained[-1:] + [t for t in found if t not in trained][:1]
 
 
 def targets() -> str:
-    """Every measured target, greedy and sampled: acceptance and speed."""
+    """Every measured target, greedy and sampled: tokens per pass with 4 drafts, and speed."""
     lines = [n for n in newest(BENCH) if n["config"]["budget"] != PEER]
     sizes = sorted({n["config"]["batch"] for n in lines if "batch" in n["config"]})
     rows = []
@@ -272,18 +280,18 @@ def targets() -> str:
         own = [n for n in lines if n["config"]["target"] == target]
         kept = [n for n in own if "batch" not in n["config"]]
         timed = [n for n in own if n["config"].get("drafter") == "DistillSpec" and not _varied(n["config"])]
-        kinds = (("greedy", "acceptance"), ("drawn at 0.7", "sampled_0.7_acceptance"), ("drawn", "sampled_acceptance"))
+        kinds = (("greedy", ""), ("drawn at 0.7", "sampled_0.7_"), ("drawn", "sampled_"))
         for text, name in kinds:
-            accepted = [_highest(kept, case, name) for case in ("n-gram lookup", "DistillSpec")]
+            accepted = [_highest(kept, case, f"{name}accepted_length") for case in (LOOKUP, "DistillSpec")]
             speeds = {n["config"]["batch"]: n["ratio"] for n in timed if n["config"]["text"] == text}
             if any(accepted) or speeds:
                 cells = [f"{speeds[b]:.2f}" if b in speeds else "" for b in sizes]
                 rows.append([target, text, *accepted, *cells])
-    header = ["target", "text", "accepted: n-gram", "accepted: DistillSpec", *(f"times plain, {b}" for b in sizes)]
+    header = ["target", "text", "tokens/pass: n-gram", "DistillSpec", *(f"times plain, {b}" for b in sizes)]
     return markdown(header, rows) + provenance(lines)
 
 
 def _highest(lines: list[dict[str, Any]], case: str, name: str) -> str:
-    """Of several trainings of one drafter (steps, seeds) the one with the highest acceptance."""
+    """Of several trainings of one drafter (steps, seeds) the best."""
     found = [n["quality"][name] for n in lines if n["case"] == case and n["quality"].get(name) is not None]
-    return f"{max(found):.3f}" if found else ""
+    return f"{max(found):.2f}" if found else ""

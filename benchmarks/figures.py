@@ -499,15 +499,19 @@ def repeats(target: str) -> str:
     if lookup < 0.7:
         return ""
     return (
-        f"The greedy text of this target repeats itself: n-gram lookup, which needs no training, is right with "
-        f"{lookup:.2f} of its drafts."
+        f"The greedy text of this target repeats itself: where n-gram lookup finds something, {lookup:.2f} of it is "
+        "right."
     )
 
 
 def acceptance() -> str:
-    """Greedy and sampled acceptance of the drafters of one target."""
-    target = drafter_tables.well_trained()
-    kinds = {"acceptance": "greedy", "sampled_0.7_acceptance": "temperature 0.7", "sampled_acceptance": "temperature 1"}
+    """Tokens per pass with the drafters of one target, greedy and sampled."""
+    target = drafter_tables.well_trained()[0]
+    kinds = {
+        "accepted_length": "greedy",
+        "sampled_0.7_accepted_length": "temperature 0.7",
+        "sampled_accepted_length": "temperature 1",
+    }
     bars: list[Bar] = []
     for case, q in sorted(drafter_tables.accepted(target).items(), key=lambda item: item[0] != drafter_tables.LOOKUP):
         shown = [name for name in kinds if name in q]
@@ -515,11 +519,11 @@ def acceptance() -> str:
             Bar("" if i else case, q[name], f"{q[name]:.2f}", list(kinds).index(name)) for i, name in enumerate(shown)
         ]
     return bar_plot(
-        "Share of drafted tokens that are accepted",
-        f"four drafts a pass; target: {target}",
+        "Tokens that a request gains per pass of the target",
+        f"four drafts a pass, 1 without a drafter; target: {target}",
         bars,
         [(name, i) for i, name in enumerate(kinds.values())],
-        repeats(target),
+        "Passes in which lookup finds nothing count.",
         left=190,
     )
 

@@ -66,7 +66,7 @@ from shoestring.serve.speculative.drafter import Drafter
 from shoestring.serve.speculative.drafter_stack import DrafterStack
 from shoestring.serve.speculative.ngram_drafter import NgramDrafter
 from shoestring.shrink.drafter import Schedule, distil, make_objective, piece_prompts, reference_losses, score_text
-from shoestring.shrink.drafter_acceptance import engine_for, measure_acceptance
+from shoestring.shrink.drafter_acceptance import Acceptance, engine_for, measure_together
 from shoestring.shrink.drafter_model import coverage, first_layers, frequent_tokens, save_drafter
 from shoestring.shrink.drafter_objectives import DraftDistill
 from shoestring.train.data import TokenData
@@ -290,16 +290,22 @@ class Bench:
         if self.engine is None:
             self.engine = engine_for(self.target, self.prompts, size.new_tokens, size.at_once)
         found: dict[str, float] = {}
-        for kind, temperature in KINDS:
-            a = measure_acceptance(
+        runs = [[temperature for _, temperature in KINDS]]
+        if isinstance(row.drafter, DrafterStack):  # its order depends on what was accepted at other temperatures
+            runs = [[temperature] for temperature in runs[0]]
+        measured: dict[float, Acceptance] = {}
+        for temperatures in runs:
+            measured |= measure_together(
                 self.target,
                 row.drafter,
                 self.prompts,
+                temperatures,
                 num_drafts=NUM_DRAFTS,
                 max_tokens=size.new_tokens,
-                temperature=temperature,
                 engine=self.engine,
             )
+        for kind, temperature in KINDS:
+            a = measured[temperature]
             found |= {
                 f"{kind}acceptance": round(a.acceptance, 4),
                 f"{kind}accepted_length": round(a.accepted_length, 3),
@@ -474,7 +480,6 @@ def run(bench: Bench, args: argparse.Namespace, began: float) -> None:
 
     if "no training" in args.budgets:
         bench.measure(bench.keep("n-gram lookup", "no training", None))
-        bench.measure(bench.keep("first layers, untrained", "no training", bench.fresh_drafter()))
     rows = []
     for case, budget, steps in plan:
         if late():
@@ -496,6 +501,8 @@ def run(bench: Bench, args: argparse.Namespace, began: float) -> None:
         longest = max(rows, key=lambda row: row.told["config"]["steps"])
         bench.measure(bench.keep_stacked(longest))
         bench.measure(bench.stacked_on_long_matches(longest))
+    if "no training" in args.budgets:
+        bench.measure(bench.keep("first layers, untrained", "no training", bench.fresh_drafter()))
 
 
 if __name__ == "__main__":

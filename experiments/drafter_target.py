@@ -90,7 +90,7 @@ SIZES = {
     ),
     # 80M tokens in three minutes of a third of an H200: for acceptance, too small for speeds.
     "medium": Size(
-        MEDIUM, 4096, 80.0, 512, 64, 150.0, 0, 1.5e-3, 2, 0, 16384, 256, 32, 400, 1e-3, 24, 64, 64, 96, 64, 3, 22.0,
+        MEDIUM, 4096, 80.0, 512, 64, 150.0, 0, 1.5e-3, 2, 0, 16384, 256, 32, 400, 1e-3, 24, 32, 64, 96, 96, 3, 22.0,
         compiled=True,
     ),
     # For a given model: a head of the frequent tokens, since its vocabulary is large.

@@ -17,6 +17,7 @@ from shoestring.errors import UserError
 from shoestring.model import Decoder, load_model
 from shoestring.runlog import read_jsonl
 from shoestring.serve import Engine, Sampling, open_drafter
+from shoestring.serve.engine.request import Request
 from shoestring.serve.speculative.draft_model import DraftModel
 from shoestring.serve.speculative.drafter import Drafter
 from shoestring.shrink import drafter as stages
@@ -231,11 +232,14 @@ def test_counting_looks_only_at_guesses_behind_right_ones_and_at_every_pass() ->
         def propose(self, requests: Any, n: int) -> Any: ...
 
     counting = Counting(Silent())
+    cold, warm = (Request([], 0, Sampling(temperature=t), 0) for t in (0.0, 1.0))
     for _ in range(6):  # twice the drafter has no guess, of which the engine does not tell it
-        counting.propose([None], 3)  # type: ignore[list-item]
+        counting.propose([cold, warm], 3)
     for num_drafted, num_accepted in ((3, 0), (3, 1), (3, 3), (1, 1)):
-        counting.observe(None, num_drafted, num_accepted)  # type: ignore[arg-type]
-    assert counting.tested == [4, 2, 1] and counting.kept == [3, 1, 1] and counting.num_rounds == 6
+        counting.observe(cold, num_drafted, num_accepted)
+    tally, other = counting.tallies[0.0], counting.tallies[1.0]
+    assert tally.tested == [4, 2, 1] and tally.kept == [3, 1, 1]
+    assert (tally.num_rounds, tally.num_offered, other.num_rounds, other.num_offered) == (6, 4, 6, 0)
 
 
 def test_a_trimmed_writer_says_only_its_tokens(here: Path) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -36,22 +37,16 @@ from shoestring.serve.speculative.verify import RuleName
 COMPARED = ("drafter", "before training", "ngram")
 
 
-class Counting(Drafter):
-    """Wraps a drafter and counts verified and accepted drafts by position."""
+class Tally:
+    """Verified and accepted drafts by position, and passes."""
 
-    def __init__(self, drafter: Drafter) -> None:
-        self.drafter = drafter
+    def __init__(self) -> None:
         self.tested: list[int] = []  # by position: drafts whose predecessors were all accepted
         self.kept: list[int] = []
         self.num_offered = 0  # passes with drafts
         self.num_rounds = 0  # passes of the target for a request that was past its prompt, also those without drafts
 
-    def propose(self, requests: Sequence[Request], n: int) -> list[Draft]:
-        self.num_rounds += len(requests)
-        return self.drafter.propose(requests, n)
-
-    def observe(self, request: Request, num_drafted: int, num_accepted: int) -> None:
-        self.drafter.observe(request, num_drafted, num_accepted)
+    def add(self, num_drafted: int, num_accepted: int) -> None:
         self.num_offered += 1
         missing = num_drafted - len(self.tested)
         self.tested += [0] * missing
@@ -59,6 +54,23 @@ class Counting(Drafter):
         for place in range(min(num_drafted, num_accepted + 1)):
             self.tested[place] += 1
             self.kept[place] += place < num_accepted
+
+
+class Counting(Drafter):
+    """Wraps a drafter and counts, for requests of each temperature apart."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter = drafter
+        self.tallies: defaultdict[float, Tally] = defaultdict(Tally)
+
+    def propose(self, requests: Sequence[Request], n: int) -> list[Draft]:
+        for request in requests:
+            self.tallies[request.sampling.temperature].num_rounds += 1
+        return self.drafter.propose(requests, n)
+
+    def observe(self, request: Request, num_drafted: int, num_accepted: int) -> None:
+        self.drafter.observe(request, num_drafted, num_accepted)
+        self.tallies[request.sampling.temperature].add(num_drafted, num_accepted)
 
     def release(self, request: Request) -> None:
         self.drafter.release(request)
@@ -90,24 +102,55 @@ def measure_acceptance(
 ) -> Acceptance:
     """Greedy under the coupled rule, or sampled under the token rule, which accepts with sum min(p, q). `engine`: an
     idle one of the target to reuse, with its graphs."""
+    found = measure_together(
+        target,
+        drafter,
+        prompts,
+        (temperature,),
+        num_drafts=num_drafts,
+        max_tokens=max_tokens,
+        max_requests=max_requests,
+        engine=engine,
+    )
+    return found[temperature]
+
+
+def measure_together(
+    target: Decoder,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    temperatures: Sequence[float],
+    *,
+    num_drafts: int = 4,
+    max_tokens: int = 64,
+    max_requests: int = 8,
+    engine: Engine | None = None,
+) -> dict[float, Acceptance]:
+    """By temperature, every prompt at each of them in one run: greedy text is the same under every rule. Their tokens
+    per second are those of the run."""
     counting = Counting(drafter)
-    rule: RuleName = "coupled" if temperature == 0 else "token"
+    rule: RuleName = "token" if any(temperatures) else "coupled"
     if engine is None:
         engine = engine_for(target, prompts, max_tokens, max_requests)
     engine.use_drafter(counting, num_drafts)
     engine.rule = rule
     before = engine.stats.num_new_tokens
-    seconds = _run(engine, prompts, max_tokens, temperature)
+    seconds = _run(engine, prompts, max_tokens, temperatures)
     num_new = engine.stats.num_new_tokens - before
-    tested, kept = sum(counting.tested), sum(counting.kept)
-    rates = [k / t if t else 0.0 for k, t in zip(counting.kept, counting.tested, strict=True)]
+    return {t: _acceptance(counting.tallies[t], num_new // len(temperatures), num_new / seconds) for t in temperatures}
+
+
+def _acceptance(tally: Tally, num_tokens: int, tokens_per_s: float) -> Acceptance:
+    tested, kept = sum(tally.tested), sum(tally.kept)
+    rates = [k / t if t else 0.0 for k, t in zip(tally.kept, tally.tested, strict=True)]
+    passes = max(1, tally.num_rounds)
     return Acceptance(
         kept / tested if tested else 0.0,
-        1 + kept / max(1, counting.num_rounds),
+        1 + kept / passes,
         [round(r, 4) for r in rates],
-        num_new,
-        num_new / seconds,
-        counting.num_offered / max(1, counting.num_rounds),
+        num_tokens,
+        tokens_per_s,
+        tally.num_offered / passes,
     )
 
 
@@ -116,9 +159,9 @@ def measure_rate(target: Decoder, drafter: Drafter | None, prompts: Sequence[Seq
     and the acceptance."""
     engine = engine_for(target, prompts, max_tokens, max_requests=1)
     engine.use_drafter(drafter, None)
-    _run(engine, prompts, max_tokens, temperature=0.0)
+    _run(engine, prompts, max_tokens, (0.0,))
     before = engine.stats.num_new_tokens
-    seconds = _run(engine, prompts, max_tokens, temperature=0.0)
+    seconds = _run(engine, prompts, max_tokens, (0.0,))
     return (engine.stats.num_new_tokens - before) / seconds
 
 
@@ -128,15 +171,18 @@ def engine_for(target: Decoder, prompts: Sequence[Sequence[int]], max_tokens: in
     return Engine(target, max_requests=max_requests, max_context=context, prefix_cache=False)
 
 
-def _run(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int, temperature: float) -> float:
+def _run(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int, temperatures: Sequence[float]) -> float:
     """Seconds to complete all prompts. Ends of text are ignored, so that every run has the same length."""
+    texts = [list(prompt) for _ in temperatures for prompt in prompts]
     samplings = [
-        Sampling(temperature=temperature, seed=i, max_tokens=max_tokens, ignore_eos=True) for i in range(len(prompts))
+        Sampling(temperature=t, seed=i, max_tokens=max_tokens, ignore_eos=True)
+        for t in temperatures
+        for i in range(len(prompts))
     ]
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     began = time.perf_counter()
-    engine.generate([list(p) for p in prompts], samplings)
+    engine.generate(texts, samplings)
     return time.perf_counter() - began
 
 
