@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from typing import Any
 
@@ -264,11 +265,18 @@ def _training(line: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def well_trained() -> list[str]:
-    """Targets whose drafters were measured at every temperature: the newest that was trained here, and a given one."""
+    """Targets whose drafters were measured at every temperature: the last two that were trained here, the longer
+    trained first, and a given one."""
     lines = [n for n in newest(BENCH) if "sampled_0.7_acceptance" in n["quality"]]
     found = list(dict.fromkeys(n["config"]["target"] for n in lines))
     trained = [t for t in found if t.startswith("Llama shape")]
-    return trained[-1:] + [t for t in found if t not in trained][:1]
+    return sorted(trained[-2:], key=_num_tokens, reverse=True) + [t for t in found if t not in trained][:1]
+
+
+def _num_tokens(target: str) -> float:
+    """Millions of tokens that it was trained on, from its name."""
+    found = re.search(r"trained on ([\d.]+)M tokens", target)
+    return float(found[1]) if found else 0.0
 
 
 def targets() -> str:
