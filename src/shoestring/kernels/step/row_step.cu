@@ -236,6 +236,7 @@ struct Step {
     float* part;        // sums of rows by slices
     int warp, lane;
     float eps;
+    const struct Keys* keys;  // of layers without a window
     const u16* head_scale;
     const unsigned char* head_zero;
     u64* stamps;        // of this block and product: asked, input here, multiplied, written
@@ -630,11 +631,10 @@ INLINE float norm_weight(const void* weights, const int i) {
     return widen(((const u16*)weights)[i]);
 #endif
 }
-// The keys of earlier steps that a block attends to, with H of the query heads that share a key head.
-template <int H> struct Keys {
-    int shares, head, group, share, first, count;
-    bool used;
-    INLINE Keys(const int position, const int window) {
+// The keys of earlier steps that a block attends to, with `H` of the query heads that share a key head.
+struct Keys {
+    int shares, head, group, share, first, count, used;
+    template <int H> INLINE void choose(const int position, const int window) {
         const int begin = window ? max(position - window + 1, 0) : 0, all = position - begin;
         constexpr int most_shares = BLOCKS / (HEADS / H) < SPLITS ? BLOCKS / (HEADS / H) : SPLITS;
         shares = max(1, min(most_shares, (all + SHARE_KEYS - 1) / SHARE_KEYS));
@@ -649,7 +649,8 @@ INLINE bool by_head(const Layer& layer, const int position) {  // then a block t
 }
 template <int H> INLINE void ask_for_keys(const Layer& layer, const int* table, const int position, const int most_keys, const int lane) {
     constexpr int lines = (DIM * 2 + 127) / 128;
-    const Keys<H> mine(position, (int)layer.window);
+    Keys mine;
+    mine.choose<H>(position, (int)layer.window);
     #pragma unroll 4
     for (int e = lane; e < min(mine.count, most_keys) * lines; e += 32) {
         const u64 from = mine.place_of(table, mine.first + e / lines) + e % lines * 64;
@@ -672,7 +673,8 @@ template <int H, int AHEAD> INLINE void attend(Step& s, const Layer& layer, uint
                                                const int position, const bool live, const float scale, const float head_eps) {
     u64* const stamps = s.stamps;
     STAMP(0);
-    const Keys<H> own_keys(position, (int)layer.window);
+    Keys own_keys = *s.keys;
+    if (layer.window) own_keys.choose<H>(position, (int)layer.window);
     const int shares = own_keys.shares, group = own_keys.group, share = own_keys.share, t = threadIdx.x;
     const int first = own_keys.first, mine = own_keys.count;
     if (!own_keys.used) return;
@@ -921,7 +923,10 @@ extern "C" __global__ void __launch_bounds__(THREADS + 64, 1) row_step(
     Layer* const layers_s = (Layer*)(bars + WARPS * SLOTS * 2);
     s.warp = warp, s.lane = lane, s.eps = eps, s.head_scale = head_scale, s.head_zero = head_zero;
     volatile int* const reached = (int*)(layers_s + num_layers);  // layers whose last product has begun
-    s.x_s = (u32*)reached + 4;
+    Keys* const keys = (Keys*)(reached + 1);
+    s.keys = keys;
+    s.x_s = (u32*)reached + 8;
+    static_assert(sizeof(Keys) <= 28, "");
     s.squares = (float*)((char*)s.x_s + X_BYTES);
     s.inputs = s.squares + WARPS;
     s.part = s.inputs + WARPS;
@@ -955,6 +960,11 @@ extern "C" __global__ void __launch_bounds__(THREADS + 64, 1) row_step(
         ask_for_all_keys(layers_s, num_layers, reached, table, at, lane);
         return;
     }
+    if (threadIdx.x == 0) {
+        if (HEADS <= BLOCKS && at <= SHORT_KEYS) keys->choose<1>(at, 0);
+        else keys->choose<SHARED>(at, 0);
+    }
+    meet();
     float residual[2] = {0.f, 0.f};
     const Share mine = share_of(Output);
     static_assert(D_MODEL / BLOCKS + 16 <= THREADS * 2, "a thread has two outputs at most that it adds to");

@@ -201,7 +201,7 @@ class RowStepPlan:
         queries = 4 * (shared + 2) * shape.head_dim
         product = max(x_bytes, queries) + 4 * (2 * self.warps + max(sums))
         attention = queries + 4 * self.warps * shared * (shape.head_dim + 2)
-        return 8 * LAYER_WORDS * shape.num_layers + 16 + max(product, attention)
+        return 8 * LAYER_WORDS * shape.num_layers + 32 + max(product, attention)
 
     def slots(self, shape: StepShape, limits: DeviceLimits) -> int:
         """Pieces in a warp's ring: as many as fit."""
