@@ -197,25 +197,36 @@ def _did(steps: dict[str, int] | None) -> str:
     return f"{(probes + drafted) / sum(steps.values()):.0%}"
 
 
-def sampled() -> str:
+def sampled_lines() -> list[dict[str, Any]]:
     """The controller on sampled texts, of the targets that were timed at several temperatures."""
     lines = [n for n in newest(BENCH) if n["config"]["budget"] == "batches" and n["config"].get("load") == REFILLED]
     timed = {n["config"]["target"] for n in lines if n["config"]["text"] == "drawn at 0.7"}
-    lines = [n for n in lines if n["config"]["target"] in timed and not n["config"].get("controller")]
+    return [n for n in lines if n["config"]["target"] in timed and not n["config"].get("controller")]
+
+
+def sampled() -> str:
+    """A row a target, drafter and temperature: times plain speed by number of requests."""
+    lines = sampled_lines()
     if not lines:
         return NOTHING
     sizes = sorted({n["config"]["batch"] for n in lines})
     found: dict[tuple[str, ...], dict[int, dict[str, Any]]] = {}
     for n in lines:
         drafter, text, _ = _way(n["config"])
-        found.setdefault((_shape(n["config"]["target"]), drafter, text), {})[n["config"]["batch"]] = n
+        found.setdefault((n["config"]["target"], drafter, text), {})[n["config"]["batch"]] = n
     rows = []
     for (target, drafter, text), by_size in found.items():
         times = [_times(by_size[b]) if b in by_size else "" for b in sizes]
         plain = f"{by_size[sizes[0]]['baseline_value']:,.0f}" if sizes[0] in by_size else ""
-        rows.append([target, drafter, text, plain, *times])
+        rows.append([_shape(target) + _trained_on(target), drafter, text, plain, *times])
     header = ["target", "drafter", "text", f"tokens/s without, {sizes[0]} request"]
     return markdown([*header, *(f"times plain, {b}" for b in sizes)], rows) + provenance(lines)
+
+
+def _trained_on(target: str) -> str:
+    """Training and perplexity, from its name."""
+    found = re.search(r"trained on ([\d.]+M) tokens.*validation perplexity (\d+)", target)
+    return f", {found[1]} tokens (perplexity {found[2]})" if found else ""
 
 
 def newest_target() -> str:
