@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from shoestring.evals.model_row import measure_speed_of
 from shoestring.model import Decoder, ModelSpec, save_model
+from shoestring.paths import cache_folder
 from shoestring.recipes import demo
 from shoestring.runlog import read_jsonl
 from shoestring.state.run_lock import hold_run
@@ -42,7 +45,11 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def in_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Caches and runs/ go where the test looks."""
+    """Caches and runs/ go where the test looks; C++ that is compiled already is not compiled again."""
+    compiled = cache_folder() / "kernels"
+    compiled.mkdir(mode=0o700, parents=True, exist_ok=True)
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "kernels").symlink_to(compiled)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SHOESTRING_CACHE", str(tmp_path / "cache"))
 
@@ -275,6 +282,8 @@ def test_the_demo_in_miniature(
     cli: Callable[..., str], corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(demo, "CONTEXT", 64)
+    monkeypatch.setattr(demo, "CALIB_WINDOWS", 8)
+    monkeypatch.setattr(demo, "measure_speed_of", partial(measure_speed_of, prompt=16, new=4, repeats=1))
     options = ["steps=3", f"data={corpus}", "d_model=64", "eval_tokens=256", "pretrained=false", "device=cpu"]
     out = cli("demo", *options, f"run={tmp_path / 'demo'}")
     assert "skipped" in out and "report" in out

@@ -73,6 +73,7 @@ from shoestring.train.step import Micro, Run
 
 PROMPT = "def main("
 CONTEXT = 128  # of the small model
+CALIB_WINDOWS = 32
 ABOUT = (
     "MB is the size of the weight files. On a CPU, packed layers are decoded once when they are loaded: they are small "
     "on disk, and like a dense model in memory and speed. With 8-bit activations (--int8-activations) the codes are "
@@ -439,7 +440,7 @@ def time_spent(seconds: dict[str, float], quick: bool = False) -> str:
 def quantize(demo: Demo, model: str, run: str, format: str, method: Any) -> None:
     """shrink/ptq of one folder of the demo into another."""
     settings: dict[str, Any] = {"format": format, "method": method, "device": demo.cfg.device, "context": CONTEXT}
-    settings |= {"calib_windows": 32, "calib_context": CONTEXT, "max_tokens": demo.cfg.eval_tokens}
+    settings |= {"calib_windows": CALIB_WINDOWS, "calib_context": CONTEXT, "max_tokens": demo.cfg.eval_tokens}
     ptq.main(ptq.Config(model=str(demo.folder / model), run=str(demo.folder / run), **settings))
 
 

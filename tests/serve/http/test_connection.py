@@ -27,7 +27,7 @@ WHOLE = HEAD + b"Content-Length: %d\r\n\r\n" % len(ASKED) + ASKED
 @pytest.fixture(scope="module")
 def service() -> Iterator[Any]:
     times = {"header_timeout_s": 0.4, "body_timeout_s": 0.6, "read_timeout_s": 0.8}
-    with running(max_connections=6, max_requests=4, max_queue=4, **times) as started:
+    with running(max_connections=6, max_requests=6, max_queue=4, **times) as started:
         yield started
 
 
