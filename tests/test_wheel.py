@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -68,4 +69,9 @@ def test_an_installed_wheel_generates_and_serves(installed: Path, tmp_path: Path
     assert "bench" in run(shoestring, "--help")
     assert run(shoestring, "generate", "model", "The quick", "--max-tokens", "4").startswith("The quick")
     load = ["--rate", "20", "--seconds", "0.5", "--prompt-tokens", "8", "--new-tokens", "4"]
+    load += ["--serve-options", "--max-requests 4"]
     assert "goodput" in run(shoestring, "bench", "serve", "model", *load)
+    [folder] = (tmp_path / "runs").iterdir()
+    lines = [json.loads(line) for line in (folder / "requests.jsonl").read_text().splitlines()]
+    assert lines and all(line["status"] == 200 and line["num_tokens"] == 4 for line in lines)
+    assert "Time to first token" in (folder / "report.html").read_text()

@@ -84,7 +84,9 @@ def initial_spec(cfg: ModelConfig, tokenizer: Tokenizer, *, context: int, named:
             f"{spec.vocab_size}; leave tokenizer out to use the model's own"
         )
     if context > spec.max_positions:
-        raise UserError(f"context={context} is more than the {spec.max_positions} positions of {cfg.init_from}; give {spec.max_positions} or less")
+        raise UserError(
+            f"context={context} is more than the {spec.max_positions} positions of {cfg.init_from}; give {spec.max_positions} or less"
+        )
     return spec
 
 
