@@ -84,9 +84,8 @@ def initial_spec(cfg: ModelConfig, tokenizer: Tokenizer, *, context: int, named:
             f"{spec.vocab_size}; leave tokenizer out to use the model's own"
         )
     if context > spec.max_positions:
-        raise UserError(
-            f"context={context} is more than the {spec.max_positions} positions of {cfg.init_from}; give {spec.max_positions} or less"
-        )
+        most = spec.max_positions
+        raise UserError(f"context={context} is more than the {most} positions of {cfg.init_from}; give context={most}")
     return spec
 
 
