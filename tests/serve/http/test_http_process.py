@@ -52,15 +52,20 @@ from tiny import chat_tokenizer, served_model  # noqa: E402
 
 TEXT = "/v1/completions"
 LONG = {"prompt": "The", "max_tokens": 4000, "ignore_eos": True, "stream": True}
-# Imports once, serves twice: each server is a process of its own, with an HTTP process beside it.
+# Imports once, serves several times: each server is a process of its own, with an HTTP process beside it.
 SERVERS = """
 import os, sys
 from pathlib import Path
+from shoestring.cli.app import run_cli
 from shoestring.errors import as_command
 from shoestring.serve.http.server import ServeOptions, main
 for name in sys.argv[2:]:
     if not os.fork():
         sys.stderr = open(Path(sys.argv[1]) / f"{name}.log", "w", buffering=1)
+        if name == "drains":
+            os.environ["SHOESTRING_API_KEY"] = "secret"
+            options = ["--port", "0", "--drain", "20", "--device", "cpu", "--drafter", "ngram"]
+            os._exit(run_cli(["serve", str(Path(sys.argv[1]) / "tiny"), *options]))
         options = ServeOptions(port=0, max_requests=2, drafter="ngram")
         as_command(lambda: main(Path(sys.argv[1]) / "tiny", options, apart=True))
         os._exit(0)
@@ -224,7 +229,7 @@ def test_an_http_process_that_ended_badly_is_named() -> None:
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, subprocess.Popen[str]]]:
     folder, tokenizer = tmp_path_factory.mktemp("servers"), chat_tokenizer()
     save_model(folder / "tiny", served_model(tokenizer.vocab_size), tokenizer)
-    command = [sys.executable, "-c", SERVERS, str(folder), "lives", "loses_http", "loses_engine"]
+    command = [sys.executable, "-c", SERVERS, str(folder), "drains", "lives", "loses_http", "loses_engine"]
     started = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     yield folder, started
     for process in psutil.Process(started.pid).children(recursive=True):
@@ -259,6 +264,28 @@ def rest_of(client: socket.socket) -> bytes:
     while b"[DONE]" not in received and (part := client.recv(65536)):
         received += part
     return received
+
+
+def test_sigterm_drains_and_exits_cleanly(servers: Any) -> None:
+    url, engine, _ = server(servers[0], "drains")
+    log_text = (servers[0] / "drains.log").read_text
+    body = {**LONG, "max_tokens": 400}
+    key = {"Authorization": "Bearer secret"}
+    assert httpx.post(url + TEXT, json=body).status_code == 401
+    with httpx.stream("POST", url + TEXT, json=body, timeout=60, headers=key) as answer:
+        lines = answer.iter_lines()
+        first = next(lines)
+        engine.send_signal(signal.SIGTERM)
+        wait_for(lambda: "draining: 1 texts" in log_text())
+        rest = list(lines)
+    # The text that was being written came to its end; whoever came later was not let in.
+    assert rest[-2:] == ["data: [DONE]", ""] and not any('"error"' in line for line in rest)
+    texts = [json.loads(line[6:])["choices"][0] for line in [first, *rest] if line.startswith("data: {")]
+    assert texts[-1]["finish_reason"] == "length"
+    with pytest.raises(httpx.TransportError):
+        httpx.get(url + "/health")
+    assert f"{engine.pid} 0\n" == servers[1].stdout.readline()
+    assert "Traceback" not in log_text() and "new=400 finish=length" in log_text()
 
 
 def test_every_kind_of_answer_comes_through(servers: Any) -> None:

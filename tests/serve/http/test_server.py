@@ -1,4 +1,4 @@
-"""The server under load and in trouble: queues, vanished clients, deadlines, a dead engine, signals."""
+"""The server under load and in trouble: queues, vanished clients, deadlines, a dead engine."""
 
 from __future__ import annotations
 
@@ -6,11 +6,7 @@ import asyncio
 import gc
 import importlib
 import json
-import os
-import re
-import signal
 import socket
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -274,41 +270,6 @@ def test_the_number_of_texts_follows_the_machine_where_none_is_given() -> None:
         assert service.client.facts.max_queue == 64
     with running(max_requests=3, max_queue=1) as service:
         assert service.engine_thread.max_running == 3 and service.client.facts.max_queue == 1
-
-
-def test_sigterm_drains_and_exits_cleanly(tmp_path: Path) -> None:
-    tokenizer = chat_tokenizer()
-    save_model(tmp_path / "tiny", served_model(tokenizer.vocab_size), tokenizer)
-    options = ["--port", "0", "--drain", "20", "--device", "cpu", "--drafter", "ngram"]
-    command = [sys.executable, "-m", "shoestring", "serve", str(tmp_path / "tiny"), *options]
-    env = {**os.environ, "SHOESTRING_API_KEY": "secret"}
-    with (tmp_path / "log").open("w") as log:
-        server = subprocess.Popen(command, stderr=log, env=env)
-    try:
-        log_text = (tmp_path / "log").read_text
-        wait_for(lambda: "playground at" in log_text() or server.poll() is not None, 90)
-        found = re.search(r"at (http://[\d.:]+)/v1", log_text())
-        assert found, log_text()
-        url = found[1]
-        body = {**LONG, "max_tokens": 200, "stream": True}
-        key = {"Authorization": "Bearer secret"}
-        with httpx.stream("POST", url + TEXT, json=body, timeout=60, headers=key) as answer:
-            lines = answer.iter_lines()
-            first = next(lines)
-            server.send_signal(signal.SIGTERM)
-            wait_for(lambda: "draining: 1 texts" in log_text())
-            rest = list(lines)
-        # The text that was being written came to its end; whoever came later was not let in.
-        assert rest[-2:] == ["data: [DONE]", ""] and not any('"error"' in line for line in rest)
-        texts = [json.loads(line[6:])["choices"][0] for line in [first, *rest] if line.startswith("data: {")]
-        assert texts[-1]["finish_reason"] == "length"
-        with pytest.raises(httpx.TransportError):
-            httpx.get(url + "/health")
-        assert server.wait(30) == 0
-        assert "Traceback" not in log_text() and "new=200 finish=length" in log_text()
-    finally:
-        server.kill()
-        server.wait()
 
 
 def test_a_drain_that_takes_too_long_says_so() -> None:
