@@ -100,6 +100,16 @@ def attention_ways(monkeypatch: pytest.MonkeyPatch, short_context: int) -> list[
     return ways
 
 
+def test_several_requests_attend_in_one_kernel_behind_dense_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ways, logits = tiny_decoder(), attention_ways(monkeypatch, 10), []
+    for num in (1, 2):  # a second request changes nothing for the first
+        runner = Runner(model, BlockPool(8, 4), graphs=True)
+        spans = [RowSpan([2 * n, 2 * n + 1], 0, 1) for n in range(num)]
+        logits.append(runner.forward(Batch(spans, [3, 4][:num], list(range(num))))[0])
+    assert ways == ["three", "three", "one", "one"]
+    torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("skip", [None, SkipSet([Sublayer(1, "attn")])])
 def test_a_long_context_has_a_graph_of_its_own(skip: SkipSet | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind packed products a step of one row attends in one kernel, beyond a context in three: another program. With

@@ -166,7 +166,8 @@ def decode_attention_(
     assert tiles_L4.is_contiguous() and keys_NPGD.dtype == values_NPGD.dtype == qkv_TE.dtype
     assert cos_sin is None or (cos_sin.is_contiguous() and cos_sin.dtype == torch.float32)
     ranks = ranks or ranks_for(num_tiles, num_groups)
-    mma = mma_usable(head_dim, heads, page) if mma is None else mma
+    if mma is None:  # for a single request the matrix units were not timed
+        mma = num_tiles > 1 and mma_usable(head_dim, heads, page)
     out_THD = torch.empty(num_rows, num_heads, head_dim, device=qkv_TE.device, dtype=qkv_TE.dtype)
     norm = None if q_norm_D is None else q_norm_D.dtype
     kernel = _kernel(qkv_TE.device.index, head_dim, heads, page, qkv_TE.dtype, norm, cos_sin is not None, ranks, mma)
