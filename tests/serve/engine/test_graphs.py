@@ -100,13 +100,17 @@ def attention_ways(monkeypatch: pytest.MonkeyPatch, short_context: int) -> list[
     return ways
 
 
-def test_several_requests_attend_in_one_kernel_behind_dense_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, ways, logits = tiny_decoder(), attention_ways(monkeypatch, 10), []
+@pytest.mark.parametrize(("page", "several"), [(16, "one"), (4, "three")])
+def test_several_requests_attend_in_one_kernel_behind_dense_products(
+    page: int, several: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the matrix units take heads and blocks."""
+    model, ways, logits = tiny_decoder(head_dim=64), attention_ways(monkeypatch, 10), []
     for num in (1, 2):  # a second request changes nothing for the first
-        runner = Runner(model, BlockPool(8, 4), graphs=True)
+        runner = Runner(model, BlockPool(8, page), graphs=True)
         spans = [RowSpan([2 * n, 2 * n + 1], 0, 1) for n in range(num)]
         logits.append(runner.forward(Batch(spans, [3, 4][:num], list(range(num))))[0])
-    assert ways == ["three", "three", "one", "one"]
+    assert ways == ["three", "three", several, several]
     torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-4)
 
 

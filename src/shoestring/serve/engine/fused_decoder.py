@@ -4,7 +4,7 @@ q, k, v are one product and so are gate and up; the residual sum and the norm af
 and the writing of keys and values are one kernel; attention reads the KV cache's blocks in place. With a single row,
 or few rows of packed weights, the norm, SwiGLU and residual sum are part of the products (kernels/gemv/row_linear.py,
 lowbit_row_linear); with one row per request, RoPE and storing are part of attention
-(kernels/attention/decode_attention.py), except for a single one behind dense products.
+(kernels/attention/decode_attention.py; behind dense products for several requests and common head dims).
 
 The layers come from the model's DecoderPlan (model/layer_plan.py); `SUPPORT` names what is computed here. Weights are
 rearranged and some are copied (merged_linear.py): `Runner.refresh` notices when weights change and builds all of this
@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from shoestring.formats import Dense, FormatEmbedding, IntAsym
 from shoestring.formats.linear import is_sharded, local
 from shoestring.kernels.activation.glu import glu
-from shoestring.kernels.attention.decode_attention import decode_attention_, decode_attention_usable
+from shoestring.kernels.attention.decode_attention import decode_attention_, decode_attention_usable, mma_usable
 from shoestring.kernels.attention.paged_attention import paged_attention
 from shoestring.kernels.attention.rope_store import cos_sin_at, rope_store_
 from shoestring.kernels.gemv.add_norm import add_norm_
@@ -104,10 +104,11 @@ def to_device(here: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 SHORT_CONTEXT = 1024
 
 
-def attends_in_one(dense: bool, requests: int) -> bool:
-    """Whether attention of requests with a row each is one kernel, where that runs. Behind the dense products of a
-    single request, which hide launches, three kernels measured no slower."""
-    return not dense or requests > 1
+def attends_in_one(dense: bool, requests: int, plan: AttentionPlan, page: int) -> bool:
+    """Whether attention of requests with a row each is one kernel, where that runs. Behind dense products, which hide
+    launches, three kernels measured no slower for a single request, and for several where the matrix units do not
+    take the heads."""
+    return not dense or (requests > 1 and mma_usable(plan.head_dim, plan.num_heads // plan.num_kv_heads, page))
 
 
 # -- embeddings ---------------------------------------------------------------------------------------------
@@ -455,7 +456,8 @@ class FusedDecoder:
             self._norm_width(qkv_TE, layer)
         window, sizes = plan.window, (plan.num_heads, plan.num_kv_heads, plan.head_dim)
         whole = plan.softcap is None and (plan.rope is None or plan.rope.dim is None)  # all that one kernel computes
-        one = whole and rows.single and not long and attends_in_one(layer.qkv.weight is not None, len(qkv_TE))
+        dense, page = layer.qkv.weight is not None, keys.shape[1]
+        one = whole and rows.single and not long and attends_in_one(dense, len(qkv_TE), plan, page)
         if one and decode_attention_usable(qkv_TE, *sizes):
             tiles_L4, cos_sin = rows.tiles[0].tiles_L4, None if rope is None else rope.cos_sin
             return decode_attention_(
