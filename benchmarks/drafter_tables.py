@@ -26,8 +26,8 @@ def table() -> str:
 
 
 def newest_table() -> str:
-    """Of the target that was served last, of the one that was trained for longest, and of a given model."""
-    return "\n\n".join(_tables({newest_target(), *well_trained()}))
+    """Of the target that was served last on greedy text, and of the one that was trained for longest."""
+    return "\n\n".join(_tables({newest_target(), well_trained()}))
 
 
 def _tables(only: set[str] | None = None) -> list[str]:
@@ -198,10 +198,10 @@ def _did(steps: dict[str, int] | None) -> str:
 
 
 def sampled_lines() -> list[dict[str, Any]]:
-    """The controller on sampled texts, of the targets that were timed at several temperatures."""
+    """The controller on sampled texts, of the last target that was timed at several temperatures."""
     lines = [n for n in newest(BENCH) if n["config"]["budget"] == "batches" and n["config"].get("load") == REFILLED]
-    timed = {n["config"]["target"] for n in lines if n["config"]["text"] == "drawn at 0.7"}
-    return [n for n in lines if n["config"]["target"] in timed and not n["config"].get("controller")]
+    timed = [n["config"]["target"] for n in lines if n["config"]["text"] == "drawn at 0.7"]
+    return [n for n in lines if n["config"]["target"] in timed[-1:] and not n["config"].get("controller")]
 
 
 def sampled() -> str:
@@ -225,8 +225,8 @@ def sampled() -> str:
 
 def _trained_on(target: str) -> str:
     """Training and perplexity, from its name."""
-    found = re.search(r"trained on ([\d.]+M) tokens.*validation perplexity (\d+)", target)
-    return f", {found[1]} tokens (perplexity {found[2]})" if found else ""
+    found = re.search(r"trained on ([\d.]+M tokens of [\w ]+?) \(validation (perplexity \d+)", target)
+    return f", {found[1]} ({found[2]})" if found else ""
 
 
 def newest_target() -> str:
@@ -275,13 +275,10 @@ def _training(line: dict[str, Any]) -> tuple[Any, ...]:
     return line["config"]["budget"], line["config"].get("steps")
 
 
-def well_trained() -> list[str]:
-    """Targets whose drafters were measured at every temperature: the last two that were trained here, the longer
-    trained first, and a given one."""
+def well_trained() -> str:
+    """Of the targets whose drafters were measured at every temperature the one that was trained on most tokens."""
     lines = [n for n in newest(BENCH) if "sampled_0.7_acceptance" in n["quality"]]
-    found = list(dict.fromkeys(n["config"]["target"] for n in lines))
-    trained = [t for t in found if t.startswith("Llama shape")]
-    return sorted(trained[-2:], key=_num_tokens, reverse=True) + [t for t in found if t not in trained][:1]
+    return max((n["config"]["target"] for n in lines), key=_num_tokens)
 
 
 def _num_tokens(target: str) -> float:
@@ -305,7 +302,7 @@ def targets() -> str:
             speeds = {n["config"]["batch"]: n["ratio"] for n in timed if n["config"]["text"] == text}
             if any(accepted) or speeds:
                 cells = [f"{speeds[b]:.2f}" if b in speeds else "" for b in sizes]
-                rows.append([target, text, *accepted, *cells])
+                rows.append([_shape(target) + _trained_on(target), text, *accepted, *cells])
     header = ["target", "text", "tokens/pass: n-gram", "DistillSpec", *(f"times plain, {b}" for b in sizes)]
     return markdown(header, rows) + provenance(lines)
 

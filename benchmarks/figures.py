@@ -506,7 +506,7 @@ def repeats(target: str) -> str:
 
 def acceptance() -> str:
     """Tokens per pass with the drafters of one target, greedy and sampled."""
-    target = drafter_tables.well_trained()[0]
+    target = drafter_tables.well_trained()
     kinds = {
         "accepted_length": "greedy",
         "sampled_0.7_accepted_length": "temperature 0.7",

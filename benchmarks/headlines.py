@@ -144,7 +144,6 @@ def speculation() -> list[str]:
     speed = " / ".join(f"{found[trained][b]['ratio']:.1f}x" for b in sizes)
     fixed = drafter_tables.fixed_drafts(target)
     alone = [n for n in drafter_tables.sampled_lines() if n["config"]["batch"] == 1]
-    alone = [n for n in alone if n["config"]["target"] == alone[-1]["config"]["target"]]
     drawn = {n["config"]["text"]: n["ratio"] for n in alone}
     said = alone[-1]["config"]["target"].split("trained on ")[1].split(",")[0]
     return [
