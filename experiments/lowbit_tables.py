@@ -336,9 +336,8 @@ def block_by_block() -> str:
     """SmolLM2: block-wise training beside the methods without training that see the same tokens."""
     best, shown = best_settings(), []
     rows = []
-    for label, method in itertools.product(
-        ("nf3:s2:g64", "int2:g64"), ("rtn", "clip", "awq", "gptq+clip", "blockwise")
-    ):
+    labels = [label for label in ("nf3:s2:g64", "int2:g64") if (SMOLLM2, "blockwise", label) in best]
+    for label, method in itertools.product(labels, (*UNTRAINED, "blockwise")):
         found = best.get((SMOLLM2, method, label))
         if found and found.novels:
             shown += found.lines[-1:]
@@ -350,8 +349,8 @@ def block_by_block() -> str:
     said = (
         f"\n\nPerplexity of {SMOLLM2}{SOURCES[SMOLLM2]} on 312,144 tokens of {TEXTS[SMOLLM2]}, context 2,048 (full "
         f"precision {_shown(full)}), and on novels, which no method saw: 65,536 tokens of LAMBADA's passages, context "
-        f"512 (full precision {full.novels}). In brackets: calibration tokens, of the WikiText-2 validation text. One "
-        "seed."
+        f"512 (full precision {full.novels}). In brackets: calibration tokens, of the WikiText-2 validation "
+        "text or of what the model wrote. One seed."
     )
     return markdown(["format", "bits/weight", "method", "WikiText-2", "novels"], rows) + said + provenance(shown)
 
