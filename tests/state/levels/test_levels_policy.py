@@ -50,7 +50,7 @@ def test_a_plan_keeps_its_bounds_and_nests(levels: dict, step_s: float, budget: 
     # A save of a level is one of every nearer level too, so that it copies what is there.
     names = tuple(i.level for i in plan.intervals)
     for save in (1, 2, 3, math.prod(i.multiple for i in plan.intervals[1:])):
-        levels_then = plan.levels_due(dict.fromkeys(names, save))
+        levels_then = plan.levels_due(dict.fromkeys(names, save * plan.period))
         assert levels_then == names[: len(levels_then)] and levels_then
     assert levels_then == names
     assert len(explain(plan)) == len(levels)
@@ -89,6 +89,19 @@ def test_a_crash_at_any_time_loses_a_tenth_of_the_run_or_what_saving_costs(
     for now, lost, saves in itertools.islice(worst_losses(cost, rate, step_s, budget), 60):
         assert lost <= max(EARLY_SHARE * now, floor) * (1 + 1e-6)
         assert (saves - 1) * cost.stall_s <= budget * now * (1 + 1e-6)  # the first save is free
+
+
+@pytest.mark.parametrize("drain_s", [10.0, 120.0])
+def test_the_first_saves_to_disk_come_one_at_a_time(drain_s: float) -> None:
+    """Though those to memory are close together at first."""
+    costs = {"memory": Cost(0.005, 0.02), "disk": Cost(0.001, drain_s)}
+    rates = {level: rate.per_s for level, rate in prior_rates(("memory", "disk"), 1).items()}
+    now, times = 0.0, []
+    for seconds, levels in itertools.islice(planned(costs, rates, 0.1).saves(), 80):
+        now += seconds
+        times += [now] if "disk" in levels else []
+    gaps = [after - before for before, after in itertools.pairwise(times)]
+    assert len(gaps) > 3 and min(gaps) > 0.9 * drain_s
 
 
 def test_a_tiny_run_that_is_killed_early_loses_little() -> None:

@@ -128,7 +128,7 @@ class LevelCheckpointer:
         self.share: Share | None = None
         self.plan: IntervalPlan | None = None
         self.saves = 0  # finished or under way
-        self._since = dict.fromkeys(LEVELS, 0)  # saves since the last one of each level
+        self._last_of: dict[str, int] = {}  # the step of the last save of each level
         self._began: float | None = None  # when the first step of this life ended
         self.skipped = 0
         self.saved_step: int | None = None  # the newest step that is on disk for certain
@@ -397,6 +397,7 @@ class LevelCheckpointer:
         """Where the run goes back without a new process: the version that it resumed from is the safe one."""
         self.next_step = self._commit_by = self._replicated = self._replicating = None
         self._promised = 0
+        self._last_of = {level: min(saved, step) for level, saved in self._last_of.items()}
         if self.memory is not None and self.memory.arena is not None:
             found = [v for v in self.memory.arena.versions() if v.step <= step]
             self.memory.safe_slot = found[0].slot if found else None
@@ -469,7 +470,7 @@ class LevelCheckpointer:
         self._warn_of_preemption(run)
         self._replan(run, elapsed_s)
         self.saves += 1
-        levels = self._levels_now()
+        levels = self._levels_now(run.step)
         self._save_to_memory(run, parts, levels)
         if self.memory is not memory:  # tmpfs was full: all ranks begin again, on disk
             return
@@ -722,15 +723,14 @@ class LevelCheckpointer:
             partial.write_text(json.dumps({**asdict(self.plan), **counts}))
             partial.replace(self.folder / ".plan.json")
 
-    def _levels_now(self) -> tuple[str, ...]:
+    def _levels_now(self, step: int) -> tuple[str, ...]:
         assert self.plan is not None
-        self._since = {level: saves + 1 for level, saves in self._since.items()}
         levels, self._asked = self._asked, None
         if levels is None:
-            levels = self.plan.levels_due(self._since)
+            levels = self.plan.levels_due({level: step - self._last_of.setdefault(level, step) for level in LEVELS})
             if self.saves == 1 and "disk" not in levels:
                 levels = (*levels, "disk")  # nothing of this life is on disk yet
-        self._since |= dict.fromkeys(levels, 0)
+        self._last_of |= dict.fromkeys(levels, step)
         return levels
 
     def _new_drains(self) -> tuple[float, float]:

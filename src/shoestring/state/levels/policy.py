@@ -93,14 +93,11 @@ class IntervalPlan:
     waste: float = field(default=0.0)  # predicted share of time lost
 
     def levels_due(self, since: Mapping[str, int]) -> tuple[str, ...]:
-        """The levels that a save goes to, nearest first. `since`: saves since the last one of a level, this included.
-        Who goes to a level goes to all nearer ones."""
-        num_due, every = 1, 1
-        for number, interval in enumerate(self.intervals[1:], 2):
-            every *= interval.multiple
-            if since[interval.level] >= every:
-                num_due = number
-        return tuple(interval.level for interval in self.intervals[:num_due])
+        """The levels that a save goes to, nearest first. `since`: steps since the last save of a level. The save that
+        is nearest to the end of a level's interval goes to it, and to all nearer levels. (Steps, not saves: saves are
+        closer together in the first minutes.)"""
+        due = [n for n, one in enumerate(self.intervals) if since[one.level] >= one.steps - self.period // 2]
+        return tuple(interval.level for interval in self.intervals[: max(due, default=0) + 1])
 
     @property
     def steps(self) -> int:

@@ -73,12 +73,11 @@ def planned(
             elapsed += work
             if plan != final:
                 plan = make_plan(costs, rates, step_s, budget, elapsed_s=elapsed)
-            since = {level: number + 1 for level, number in since.items()}
             levels = plan.levels_due(since)
             if k == 1 and "disk" in costs and "disk" not in levels:
                 levels = (*levels, "disk")
             yield work, levels
-            since |= dict.fromkeys(levels, 0)
+            since = {level: plan.period + (0 if level in levels else steps) for level, steps in since.items()}
             elapsed += stall(levels)
             work = plan.period * step_s
 
