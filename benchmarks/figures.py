@@ -198,22 +198,22 @@ def quality_bits() -> str:
     best = {key: f for key, f in lowbit.best_settings().items() if key[0] == lowbit.SMOLLM2}
     colors = {
         "rtn": GREY,
-        "clip": 4,
         "gptq": 2,
         "awq": 3,
         lowbit.WEIGHED: 5,
         "bitdistiller": 1,
         "ours": 0,
+        lowbit.THEIRS_MIXED: 4,
         lowbit.MIXED: INK,
     }
     names = {
         "rtn": "round to nearest",
-        "clip": "clip search",
         "gptq": "GPTQ",
         "awq": "AWQ",
         lowbit.WEIGHED: "GPTQ + clip, tokens counted alike",
         "bitdistiller": "BitDistiller",
         "ours": "lowbit_best (ours)",
+        lowbit.THEIRS_MIXED: "BitDistiller, mixed formats",
         lowbit.MIXED: "ours, mixed formats",
     }
     marks, above = [], 0
@@ -236,7 +236,7 @@ def quality_bits() -> str:
                 [Level(f"full precision: {dense:.2f}", dense, at_left=True)],
             )
         ],
-        f"AWQ, GPTQ and clip search are calibrated on 16,384 tokens; BitDistiller and ours train on 1,048,576. "
+        f"AWQ and GPTQ are calibrated on 16,384 tokens; BitDistiller and ours train on 1,048,576 (mixed: one seed). "
         f"{SOURCE} {above} points lie above {HIGHEST:.0f} and are in the table. Several points of a method at the "
         "same bits are different grids (int, NF, FP).",
         height=340,
@@ -301,7 +301,8 @@ def prune24_bits() -> str:
         found = [best[lowbit.SMOLLM2, method, g] for g in grids if (lowbit.SMOLLM2, method, g) in best]
         return [(f.lines[0]["config"]["bits"], f.mean) for f in found]
 
-    dense = lines["dense"]["value"]
+    dense, short = lines["dense"]["value"], prune.shortly_trained(lines["dense"]["config"])
+    four_bits = [(n["config"]["bits"], n["value"]) for n in short if n["config"]["bits"] < 4]
     return xy_plot(
         "2:4 pruning beside 3- and 4-bit quantization",
         f"{SMOLLM2}, {WIKITEXT}, 312,144 tokens, context 2,048; bits per weight as stored",
@@ -319,6 +320,7 @@ def prune24_bits() -> str:
                         1,
                         joined=False,
                     ),
+                    Marks("2:4, retrained on 3.3M tokens, values in 4 bits", four_bits, 2, joined=False),
                     Marks("not pruned, AWQ", shrunk("awq"), 3, joined=False),
                     Marks("not pruned, GPTQ + clip, tokens alike", shrunk(lowbit.WEIGHED), 5, joined=False),
                     Marks("not pruned, lowbit_best trained on 1M tokens", shrunk("ours"), 0, joined=False),
@@ -523,8 +525,9 @@ def acceptance() -> str:
         f"four drafts a pass, 1 without a drafter; target: {target}",
         bars,
         [(name, i) for i, name in enumerate(kinds.values())],
-        "Passes in which lookup finds nothing count.",
-        left=190,
+        "Passes in which lookup finds nothing count. n-gram of 4: lookup drafts after matches of four tokens only. "
+        "One seed.",
+        left=205,
     )
 
 

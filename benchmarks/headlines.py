@@ -94,13 +94,19 @@ def quality(bits: int) -> list[str]:
     lines = [n for n in tables.counting() if n["config"]["model"] == tables.SMOLLM2 and n["config"]["format"] == grid]
     ours = [n for n in lines if n["config"]["method"] in chosen]
     theirs = best[tables.SMOLLM2, "bitdistiller", grid].lines
+    theirs_mixed, ours_mixed = (
+        f", with mixed formats {shown(m)}" if (tables.SMOLLM2, m, grid) in best else ""
+        for m in (tables.THEIRS_MIXED, tables.MIXED)
+    )
+    count = seeds(ours, theirs) + ("; mixed: one seed" if ours_mixed else "")
     return [
         f"{bits}-bit weights ({stored:.2f} bits stored), perplexity",
         f"{tables.SMOLLM2}, WikiText-2",
         GPU,
         f"full {shown('dense', 'dense')}; no training (`shrink/ptq`, 16,384 calibration tokens) {shown(tables.TODAY)} "
-        f"on its own text, {shown(tables.WEIGHED)} on WikiText-2; BitDistiller {shown('bitdistiller')}",
-        f"{spread(ours)} (1M training tokens, {seeds(ours, theirs)})",
+        f"on its own text, {shown(tables.WEIGHED)} on WikiText-2; BitDistiller {shown('bitdistiller')}"
+        f"{theirs_mixed}",
+        f"{spread(ours)}{ours_mixed} (1M training tokens, {count})",
         link("bitdistiller", "methods/bitdistiller.md"),
     ]
 
@@ -124,14 +130,12 @@ def decode() -> list[str]:
     bf16 = find("decode", "shoestring", "decode_tokens_per_s", blocks="bf16", **shape)
     int4 = find("decode", "shoestring", "decode_tokens_per_s", blocks="int4:g128", **shape)
     peer = find("decode", "transformers, static cache, compiled", "decode_tokens_per_s", **shape)
-    earlier = {name for name, n in (("int4", int4), ("baseline", peer)) if n["commit"] != bf16["commit"]}
-    note = f" ({' and '.join(sorted(earlier, reverse=True))}: an earlier run)" if earlier else ""
     return [
         "decoding one request",
         "Llama 8B shape, random weights",
         GPU,
-        f"transformers, static cache, compiled: {peer['value']:,.0f} tokens/s",
-        f"bf16 {bf16['value']:,.0f}, int4 {int4['value']:,.0f} tokens/s{note}",
+        f"transformers, static cache, compiled: {peer['value']:,.0f} tokens/s (run at {peer['commit']})",
+        f"bf16 {bf16['value']:,.0f} ({bf16['commit']}), int4 {int4['value']:,.0f} tokens/s ({int4['commit']})",
         link("engine", "engine.md"),
     ]
 
@@ -145,6 +149,7 @@ def speculation() -> list[str]:
     fixed = drafter_tables.fixed_drafts(target)
     alone = [n for n in drafter_tables.sampled_lines() if n["config"]["batch"] == 1]
     drawn = {n["config"]["text"]: n["ratio"] for n in alone}
+    turns = "one turn" if all(n["p20"] == n["p80"] for n in alone) else "several turns"  # one has no spread
     said = alone[-1]["config"]["target"].split("trained on ")[1].split(",")[0]
     return [
         f"speculative decoding, {' / '.join(map(str, sizes))} requests, greedy text",
@@ -153,7 +158,7 @@ def speculation() -> list[str]:
         "same engine without a drafter; n-gram lookup",
         f"{speed}; always 4 drafts, one request: trained {fixed[trained]:.2f}x, n-gram "
         f"{fixed[drafter_tables.LOOKUP]:.2f}x. Sampled at temperature 1 / 0.7, one request, same shape on {said}): "
-        f"{drawn['drawn']:.2f}x / {drawn['drawn at 0.7']:.2f}x",
+        f"{drawn['drawn']:.2f}x / {drawn['drawn at 0.7']:.2f}x ({turns})",
         link("drafter", "methods/drafter.md"),
     ]
 
