@@ -10,8 +10,8 @@ Needs:   memory for the model and its drafter; 261 bytes of disk per token of te
 Time:    the demo's model (2.3M parameters), 160 prompts, layers=1, 120 steps of 16 x 128 tokens: 2 minutes of a CPU
 Expect:  a model of that size after 60 steps: 0.70 of sampled drafts accepted (0.60 before training), of greedy ones
          0.56 to 0.78 (0.62 before). A model of 2.4B parameters on an H200, 250 steps on its own text: 2.2 to 2.4 times
-         plain speed for one greedy request at a time (experiments/drafter); docs/methods/drafter.md compares the
-         methods
+         plain speed for one greedy request at a time, where that model was trained for 50 seconds only
+         (experiments/drafter); better targets gain less. docs/methods/drafter.md compares targets and methods
 Leaves:  a run folder with the drafter in model/ (drafter.json names its tokens), text.jsonl, the acceptance on held-out
          prompts in acceptance.json and report.html, beside an untrained drafter and n-gram lookup
 """
