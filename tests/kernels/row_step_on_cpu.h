@@ -1,6 +1,7 @@
 // kernels/step/row_step.cu on a CPU (see cuda_on_cpu.h): all blocks of the grid run at once.
 #include "cuda_on_cpu.h"
 
+#define prefetch(p) check_tensor(p, 16)  // it does nothing, but its addresses must be those of keys and values
 #include "kernel.inc"
 extern "C" void run(const void* layers, const void* head, const void* scale_of, const void* zero_of, const void* last_norm,
                     const void* x, void* result, void* words,

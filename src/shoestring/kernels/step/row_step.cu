@@ -23,7 +23,7 @@
 //   grid   WARPS that multiply   SLOTS of a warp's ring, SLOT bytes each   FLIGHT bytes of a ring that are on their way at once
 //   SLICE inputs of a row for a warp, at most (CODED_SLICE: of 8-bit codes)   SPLITS shares of
 //   the keys, at most   SHARE_KEYS keys that are worth a share   SHORT_KEYS up to which a block takes one query head
-//   EARLY_KEYS of a block, of more than those, are asked for when the layer begins
+//   EARLY_KEYS of a block, of more than those, are asked for before the layer begins
 //   HEAD 1: with the head, of dense weights; 2: of 8-bit codes with a scale (HEAD_SCALE16: bf16) and a zero for each row;
 //   0: the residual stream is the result   HEAD_NORM 0 or 1   NORM32, HEAD_NORM32 1: norm weights in fp32
 //   CHUNKED: RUN chunks of a piece   LOG_MODEL, LOG_ATTENDED, LOG_INNER of the warps that share rows of D_MODEL, ATTENDED and

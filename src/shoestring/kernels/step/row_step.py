@@ -127,7 +127,7 @@ class RowStepPlan:
     splits: int = 16  # shares of the keys of a request and head, at most
     share_keys: int = 256  # keys that are worth a share
     short_keys: int = 512  # keys up to which a block takes one query head, not all that share a key head
-    early_keys: int = 64  # keys that a block asks for when the layer begins, of more than short_keys; of fewer: all
+    early_keys: int = 64  # keys that a block asks for before the layer begins, of more than short_keys; of fewer: all
     spin: int = 0  # nanoseconds between two looks at a word
     dependent: int = 1  # 1: started while the kernel before drains
     cooperative: int = 1  # 1: all blocks are placed at once
