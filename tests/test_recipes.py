@@ -282,6 +282,7 @@ def test_the_demo_in_miniature(
     cli: Callable[..., str], corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(demo, "CONTEXT", 64)
+    monkeypatch.setenv("SHOESTRING_API_KEY", "of another server")
     monkeypatch.setattr(demo, "CALIB_WINDOWS", 8)
     monkeypatch.setattr(demo, "measure_speed_of", partial(measure_speed_of, prompt=16, new=4, repeats=1))
     options = ["steps=3", f"data={corpus}", "d_model=64", "eval_tokens=256", "pretrained=false", "device=cpu"]
