@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from interpreted import run_interpreted
 
 from shoestring.formats import parse_format
+from shoestring.hardware.device import H200
 from shoestring.kernels.lowbit import int8_linear as bytes8
 from shoestring.serve.engine import merged_linear
 
@@ -40,6 +42,17 @@ def check(device: str = "cpu", dtypes: tuple[torch.dtype, ...] = (torch.float16,
     torch.testing.assert_close(
         bytes8.int8_linear(x, codes[:, :64].contiguous(), scale, zero), want, rtol=1e-2, atol=1e-2
     )
+
+
+def test_stages_fit_into_smaller_gpus() -> None:
+    """Bytes that Triton asks for, by rows, dtype and stages: more than a GPU has would end the request."""
+    asked = {(16, torch.float16): (24576, 49152, 73728), (16, torch.float32): (49152, 81920, 114688)}
+    asked |= {(64, torch.float16): (32768, 65536, 98304), (64, torch.float32): (65536, 114688, 163840)}
+    for (rows, dtype), needed in asked.items():
+        for shared in (227 * 1024, 99 * 1024, 64 * 1024):
+            outs, words, _ = bytes8.TILES[rows]
+            stages = bytes8.num_stages(outs, words, rows, dtype, replace(H200, shared_per_block=shared))
+            assert stages == 1 + sum(bytes_ <= shared for bytes_ in needed)
 
 
 def test_the_kernel_under_the_interpreter() -> None:
