@@ -74,6 +74,7 @@ from shoestring.train.step import Micro, Run
 PROMPT = "def main("
 CONTEXT = 128  # of the small model
 CALIB_WINDOWS = 32
+SERVER_START_S = 300  # loading and warming up the small model takes seconds
 ABOUT = (
     "MB is the size of the weight files. On a CPU, packed layers are decoded once when they are loaded: they are small "
     "on disk, and like a dense model in memory and speed. With 8-bit activations (--int8-activations) the codes are "
@@ -452,16 +453,20 @@ def serve_command(demo: Demo, folder: Path) -> Iterator[str | None]:
     keyless = {name: value for name, value in os.environ.items() if name != "SHOESTRING_API_KEY"}
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=keyless)
     assert server.stderr is not None
-    line, url = "it said nothing", None
+    line, url = "the server said nothing", None
+    too_late = threading.Timer(SERVER_START_S, server.kill)
+    too_late.start()
     try:
         for line in server.stderr:
             if (found := re.search(r"at (http://\S+)/v1", line)) is not None:
                 url = found[1]
                 break
+        too_late.cancel()
         if url is None:
             demo.log.say(f"  skipped: {line.strip()}")
         yield url
     finally:
+        too_late.cancel()
         server.terminate()
         try:
             server.communicate(timeout=60)
