@@ -104,8 +104,9 @@ def attention_ways(monkeypatch: pytest.MonkeyPatch, short_context: int) -> list[
 def test_several_requests_attend_in_one_kernel_behind_dense_products(
     page: int, several: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the matrix units take heads and blocks."""
+    """Where the matrix units take heads and blocks, and there are enough of them."""
     model, ways, logits = tiny_decoder(head_dim=64), attention_ways(monkeypatch, 10), []
+    monkeypatch.setattr("shoestring.serve.engine.fused_decoder.PAIRS_IN_ONE", 2 * model.spec.num_kv_heads)
     for num in (1, 2):  # a second request changes nothing for the first
         runner = Runner(model, BlockPool(8, page), graphs=True)
         spans = [RowSpan([2 * n, 2 * n + 1], 0, 1) for n in range(num)]

@@ -4,7 +4,7 @@ q, k, v are one product and so are gate and up; the residual sum and the norm af
 and the writing of keys and values are one kernel; attention reads the KV cache's blocks in place. With a single row,
 or few rows of packed weights, the norm, SwiGLU and residual sum are part of the products (kernels/gemv/row_linear.py,
 lowbit_row_linear); with one row per request, RoPE and storing are part of attention
-(kernels/attention/decode_attention.py; behind dense products for several requests and common head dims).
+(kernels/attention/decode_attention.py; behind dense products for many requests and common head dims).
 
 The layers come from the model's DecoderPlan (model/layer_plan.py); `SUPPORT` names what is computed here. Weights are
 rearranged and some are copied (merged_linear.py): `Runner.refresh` notices when weights change and builds all of this
@@ -104,11 +104,20 @@ def to_device(here: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 SHORT_CONTEXT = 1024
 
 
+# Requests times key heads from which attention behind dense products is one kernel: four requests of a model with 8 key
+# heads. It was timed from there on (H200: 8B shape, 4 to 64 requests, up to 4,096 tokens; 1B shape, 4 requests); fewer
+# leave SMs idle in long contexts.
+PAIRS_IN_ONE = 32
+
+
 def attends_in_one(dense: bool, requests: int, plan: AttentionPlan, page: int) -> bool:
-    """Whether attention of requests with a row each is one kernel, where that runs. Behind dense products, which hide
-    launches, three kernels measured no slower for a single request, and for several where the matrix units do not
-    take the heads."""
-    return not dense or (requests > 1 and mma_usable(plan.head_dim, plan.num_heads // plan.num_kv_heads, page))
+    """Whether attention of requests with a row each is one kernel, where that runs. Dense products hide launches, so
+    behind them it is one only where it was measured to be faster: for many pairs of request and key head, on the matrix
+    units."""
+    if not dense:
+        return True
+    many = requests * plan.num_kv_heads >= PAIRS_IN_ONE
+    return many and mma_usable(plan.head_dim, plan.num_heads // plan.num_kv_heads, page)
 
 
 # -- embeddings ---------------------------------------------------------------------------------------------
