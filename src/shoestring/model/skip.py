@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from shoestring.errors import UserError
+from shoestring.errors import UserError, shown
 from shoestring.json_files import read_object
 from shoestring.model.spec import ModelSpec
 
@@ -153,11 +153,11 @@ class SkipSet:
     def from_json(cls, data: Any, where: str = "the skip set") -> SkipSet:
         try:
             if data["format"] != FORMAT:
-                raise ValueError(f"format is {data['format']!r}, not {FORMAT!r}")
+                raise ValueError(f"format is {shown(data['format'])}, not {FORMAT!r}")
             skipped: dict[Sublayer, StandIn] = {}
             for row in data["skipped"]:
                 if row["kind"] not in KINDS:
-                    raise ValueError(f"kind {row['kind']!r} is neither attn nor mlp")
+                    raise ValueError(f"kind {shown(row['kind'])} is neither attn nor mlp")
                 sub = Sublayer(int(row["layer"]), row["kind"])
                 if sub in skipped:
                     raise ValueError(f"{sub} is named twice")

@@ -208,9 +208,9 @@ def check_ends(device: str = "cpu") -> None:
         logits[1, vocab - 2] = 11.0
         logits[2] = -torch.inf
         logits[2, vocab // 2] = -60000.0
-        out = torch.full((3,), -5, device=device)
-        argmax_token_(logits, out)
-        assert out.tolist() == [vocab // 3, vocab - 2, vocab // 2]
+        out, arrived = torch.full((3,), -5, device=device), torch.zeros(4, dtype=torch.int32, device=device)
+        argmax_token_(logits, out, arrived)
+        assert out.tolist() == [vocab // 3, vocab - 2, vocab // 2] and not arrived.any()
 
 
 @pytest.mark.parametrize("check", ["check_attention", "check_rope_store", "check_small", "check_ends"])

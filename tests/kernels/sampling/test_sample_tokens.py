@@ -89,7 +89,7 @@ def check_edges(device: str = "cpu", num: int = 10) -> None:
         assert torch.equal(got, want), got - want
         assert logits[range(num), got.cpu()].isfinite().all()
     drawn = both(ties[:1].repeat(many, 1).to(device), settings(many, device)[:, 4:5].repeat(1, many))[0]
-    assert set(range(50)) >= set(drawn.tolist()) and len(set(drawn.tolist())) > many // 4  # k = 7
+    assert set(range(50)) >= set(drawn.tolist()) and len(set(drawn.tolist())) > min(many // 4, 40)  # k = 7
 
 
 @pytest.mark.parametrize("check", ["check_tokens", "check_edges", "check_not_finite"])
@@ -121,9 +121,9 @@ def check_not_finite(device: str = "cpu") -> None:
         got, want = both(logits, settings_of([setting] * (num + 1), device), cuts=setting[2] < 1)
         assert got.tolist() == want.tolist() and got[num] > PIECE, setting
         assert got[:num].tolist() == [NO_TOKEN] * num
-    out = torch.full((num + 1,), -5, device=device)
+    out, arrived = torch.full((num + 1,), -5, device=device), torch.zeros(num + 1, dtype=torch.int32, device=device)
     for instead in (NO_TOKEN, 0):
-        argmax_token_(logits, out, instead)
+        argmax_token_(logits, out, arrived, instead)
         assert out.tolist() == finite_argmax(logits, instead).tolist() == [instead] * num + [vocab - 1]
 
 

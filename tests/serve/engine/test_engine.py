@@ -318,6 +318,10 @@ def test_bad_prompts_are_refused_with_the_reason() -> None:
         engine.stream([1])
     with pytest.raises(UserError, match="list of prompts"):
         engine.generate([1, 2, 3])  # type: ignore[list-item]
+    with pytest.raises(UserError, match="one text or a list of token ids"):
+        engine.add(["a"])  # type: ignore[list-item]
+    with pytest.raises(UserError, match="give a Sampling"):
+        engine.add([1], {"max_tokens": 3})  # type: ignore[arg-type]
     with pytest.raises(UserError, match="list of prompts"):
         engine.generate("hello")
     with pytest.raises(UserError, match="2 prompts but 1"):

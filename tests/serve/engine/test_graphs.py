@@ -25,7 +25,7 @@ from shoestring.serve.engine import fused_decoder, graphs
 from shoestring.serve.engine.block_pool import BlockPool, RowSpan
 from shoestring.serve.engine.engine import Request
 from shoestring.serve.engine.fused_decoder import FusedDecoder, to_device, unusable
-from shoestring.serve.engine.graphs import GraphCache
+from shoestring.serve.engine.graphs import DecodeGraph, GraphCache
 from shoestring.serve.engine.kv_cache import cache_root, modules_of
 from shoestring.serve.engine.logit_rules import LogitRules, SamplingWithRules, VerifyWithRules
 from shoestring.serve.engine.merged_linear import merge_linears
@@ -297,6 +297,32 @@ def test_a_request_that_ends_leaves_the_step_that_ran_ahead() -> None:
     assert engine.cache.pool.num_used == 0
 
 
+@pytest.mark.parametrize("num", [2, 4])
+def test_several_steps_are_one_launch(num: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts that come, end at any token and are aborted while groups of steps are on their way: those of the naive
+    loop, a token a step, and no block is left over."""
+    monkeypatch.setattr(DecodeGraph, "steps_per_launch", num)
+    launched: list[int] = []
+    monkeypatch.setattr(Runner, "on_launch", lambda runner, kind, rows, steps=1: launched.append(steps))
+    model, rng, eos = tiny_decoder(max_positions=48), random.Random(num), 7
+    engine = Engine(model, max_requests=3, block_size=2, num_blocks=60, graphs=True, eos_ids=[eos])
+    requests: list[tuple[Request, list[int]]] = []
+    while len(requests) < 8 or engine.busy:
+        if len(requests) < 8 and rng.random() < 0.15:
+            prompt = [rng.randrange(29) for _ in range(rng.randint(1, 9))]
+            sampling = Sampling(temperature=rng.choice([0.0, 0.8]), seed=len(requests), max_tokens=rng.randint(1, 60))
+            requests.append((engine.add(prompt, sampling), naive(model, prompt, sampling, frozenset([eos]))))
+        if rng.random() < 0.01 and engine.running:
+            engine.abort(rng.choice(engine.running))
+        before = [len(r.tokens) for r, _ in requests]
+        engine.step()
+        assert all(len(r.tokens) - n <= 1 for (r, _), n in zip(requests, before, strict=True))
+    for request, want in requests:
+        whole = len(want) if request.finish_reason != "abort" else len(request.new_tokens)
+        assert request.new_tokens == want[:whole]
+    assert engine.cache.pool.num_used == 0 and set(launched) == {1, num} and launched.count(num) > 10
+
+
 def test_rules_and_log_probabilities_see_logits() -> None:
     model = tiny_decoder()
     plain, made = (
@@ -553,9 +579,9 @@ def test_steps_run_ahead_while_texts_end_and_others_wait(monkeypatch: pytest.Mon
             requests.append(engine.add(prompt, sampling))
         waits = engine.scheduler.admits
         engine.step()
-        held = held + 1 if waits and engine.scheduler.admits and engine._launched_ahead is not None else 0
+        held = held + 1 if waits and engine.scheduler.admits and bool(engine._ahead) else 0
         assert held <= 4
-        num_ahead += engine._launched_ahead is not None
+        num_ahead += bool(engine._ahead)
     for request, (prompt, sampling) in zip(requests, asked, strict=True):
         assert request.new_tokens == naive(model, prompt, sampling)
     assert num_ahead > 12 and engine.stats.num_preemptions > 0 and engine.cache.pool.num_used == 0

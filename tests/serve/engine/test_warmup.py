@@ -17,6 +17,7 @@ from torch.backends.cuda import cudnn_sdp_enabled
 from shoestring.serve import DraftModel, Engine, Sampling
 from shoestring.serve.engine import engine as engine_module
 from shoestring.serve.engine import fused_decoder as fused_module
+from shoestring.serve.engine import graphs
 from shoestring.serve.engine.block_pool import BlockPool
 from shoestring.serve.engine.draft_chain_graph import max_chain_rows
 from shoestring.serve.engine.fused_decoder import FusedDecoder
@@ -277,6 +278,7 @@ def test_nothing_is_collected_during_a_capture(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "stream", lambda s: nullcontext())
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
     monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(graphs, "seconds_of", lambda replay: 1.0)
     runner = Runner(tiny_decoder(0), BlockPool(4, 16), graphs=True)
     runner.warm_up_decode(1, ["greedy"], [1])
     assert runner._graphs is not None

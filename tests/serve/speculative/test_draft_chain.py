@@ -111,7 +111,7 @@ def test_steps_run_ahead_while_the_controller_abstains(seed: int, monkeypatch: p
     def counted() -> list[Output]:
         nonlocal num_ahead
         outputs = step()
-        num_ahead += engine._launched_ahead is not None
+        num_ahead += bool(engine._ahead)
         return outputs
 
     monkeypatch.setattr(engine, "step", counted)

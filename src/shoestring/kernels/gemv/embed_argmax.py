@@ -3,13 +3,14 @@
     embed_rows      x = embed[token]; token -1 stands for the token that the previous step chose in this row; where that
                     is NO_TOKEN, token 0: the step is computed and its result not used. With a grid (scale and zero
                     of each row) the rows are 8-bit codes: x = (embed[token] - zero[token]) * scale[token]
-    argmax_token_   argmax of each row, the first of equal ones. Many programs search pieces of a row: torch's argmax
-                    uses one SM per row, which takes longer than all layers of a small model. NO_TOKEN where the logits
+    argmax_token_   argmax of each row, the first of equal ones. Many programs search pieces of a row, and the last one
+                    compares the pieces: torch's argmax uses one SM per row, which takes longer than all layers of a
+                    small model. NO_TOKEN where the logits
                     of a row have a NaN or no finite largest one: the kernel reads every logit in any case, so the host
                     learns of it with the token and no step waits for a check.
 
-In torch these are a dozen small kernels. `embed_rows` is launched without PDL: it starts after the previous step has
-finished, and later kernels of the step rely on that when they read old keys and values early.
+In torch these are a dozen small kernels. `embed_rows` lets the kernel behind it start only after the previous step has
+finished: later kernels of the step rely on that when they read old keys and values early.
 
 Shapes: T rows, D model width, V vocabulary.
 """
@@ -57,8 +58,9 @@ def embed_rows(
     assert tokens_T.is_contiguous() and last_T.is_contiguous() and last_T.shape[0] >= num_rows
     out_TD = torch.empty(num_rows, width, dtype=dtype, device=embed_VD.device)
     _embed_rows_kernel[(num_rows, -(-width // 1024))](
-        tokens_T, last_T, embed_VD, *(grid or (None, None)), out_TD, WIDTH=width, BLOCK=1024, num_warps=4
-    )
+        tokens_T, last_T, embed_VD, *(grid or (None, None)), out_TD, WIDTH=width, BLOCK=1024, num_warps=4,
+        **pdl_options(out_TD),
+    )  # fmt: skip
     return out_TD
 
 
@@ -73,19 +75,21 @@ def argmax_token_ref_(logits_TV: Tensor, out_T: Tensor, nonfinite: int = NO_TOKE
     out_T.copy_(finite_argmax(logits_TV, nonfinite))
 
 
-def argmax_token_(logits_TV: Tensor, out_T: Tensor, nonfinite: int = NO_TOKEN) -> None:
-    """As argmax_token_ref_; chooses the kernel."""
+def argmax_token_(logits_TV: Tensor, out_T: Tensor, arrived_T: Tensor, nonfinite: int = NO_TOKEN) -> None:
+    """As argmax_token_ref_; chooses the kernel. `arrived_T`: int32 zeros, zeros again afterwards; one launch at a time
+    may use them."""
     if not triton_usable(logits_TV) or not logits_TV.is_contiguous() or logits_TV.dtype == torch.float64:
         argmax_token_ref_(logits_TV, out_T, nonfinite)
         return
-    from shoestring.kernels.gemv.embed_argmax_triton import _argmax_of_pieces_kernel
+    from shoestring.kernels.gemv.embed_argmax_triton import _argmax_kernel
 
     assert out_T.dtype == torch.int64 and out_T.is_contiguous()
-    peaks, places = piece_argmax(logits_TV)
-    num_pieces = peaks.shape[1]
-    _argmax_of_pieces_kernel[(len(out_T),)](
-        peaks, places, out_T, num_pieces, BLOCK=next_power_of_2(num_pieces), NONFINITE=nonfinite, num_warps=1,
-        **pdl_options(logits_TV),
+    assert arrived_T.dtype == torch.int32 and arrived_T.is_contiguous() and len(arrived_T) >= len(out_T)
+    peaks, places = _pieces(logits_TV)
+    num_rows, num_pieces = peaks.shape
+    _argmax_kernel[(num_rows, num_pieces)](
+        logits_TV, peaks, places, arrived_T, out_T, logits_TV.shape[1], num_pieces, BLOCK=PIECE,
+        PIECES=next_power_of_2(num_pieces), NONFINITE=nonfinite, num_warps=4, **pdl_options(logits_TV),
     )  # fmt: skip
 
 
@@ -94,12 +98,16 @@ def piece_argmax(logits_TV: Tensor) -> tuple[Tensor, Tensor]:
     NaN in the piece counts as the largest."""
     from shoestring.kernels.gemv.embed_argmax_triton import _piece_argmax_kernel
 
-    num_rows, vocab = logits_TV.shape
-    assert logits_TV.is_contiguous() and vocab < 2**31
-    num_pieces = -(-vocab // PIECE)
-    peaks = torch.empty(num_rows, num_pieces, dtype=torch.float32, device=logits_TV.device)
-    places = torch.empty(num_rows, num_pieces, dtype=torch.int32, device=logits_TV.device)
-    _piece_argmax_kernel[(num_rows, num_pieces)](
-        logits_TV, peaks, places, vocab, num_pieces, BLOCK=PIECE, num_warps=4, **pdl_options(logits_TV)
+    peaks, places = _pieces(logits_TV)
+    _piece_argmax_kernel[peaks.shape](
+        logits_TV, peaks, places, logits_TV.shape[1], peaks.shape[1], BLOCK=PIECE, num_warps=4, **pdl_options(logits_TV)
     )
     return peaks, places
+
+
+def _pieces(logits_TV: Tensor) -> tuple[Tensor, Tensor]:
+    """Room for what `piece_argmax` returns."""
+    num_rows, vocab = logits_TV.shape
+    assert logits_TV.is_contiguous() and vocab < 2**31
+    peaks = torch.empty(num_rows, -(-vocab // PIECE), dtype=torch.float32, device=logits_TV.device)
+    return peaks, torch.empty(peaks.shape, dtype=torch.int32, device=logits_TV.device)

@@ -59,8 +59,7 @@ def launch_chain(
     )
     graph.fill(spans, tokens, samplings)
     graph.fill_later(spans)
-    graph.replay()
-    return PendingTokens(graph.chosen_NG.flatten(), [num_drafts] * len(spans), num_drafts)
+    return PendingTokens(graph.launch(), graph.chosen, [num_drafts] * len(spans), num_drafts)
 
 
 def chain_size(spans: Sequence[RowSpan]) -> tuple[int, int]:
@@ -110,7 +109,7 @@ class DraftChainGraph(DecodeGraph):
         self._later = torch.zeros(num_requests * (1 + 6 * self._num_later), dtype=torch.int64, device=device)
         passes = self._later[num_requests:].view(6, self._num_later, num_requests)
         passes[1], passes[2] = -1, owner.padding
-        super().__init__(owner, num_requests, rows_each, kind, skip, long)
+        super().__init__(owner, num_requests, rows_each, kind, skip, long, self.chosen_NG.view(-1))
 
     def _program(self) -> None:
         super()._program()
@@ -130,7 +129,7 @@ class DraftChainGraph(DecodeGraph):
             hidden_ND = owner.fused.hidden(self._chosen_GN[i], rows, owner.cache, self.skip, None, self.long)
             logits_NV = owner.map_logits(owner.fused.logits(hidden_ND))
             if self.kind == "greedy":
-                argmax_token_(logits_NV, self._chosen_GN[i + 1], self.nonfinite)
+                argmax_token_(logits_NV, self._chosen_GN[i + 1], self.arrived_R, self.nonfinite)
             else:
                 given = parameters_4N, seed_N, position_LN[i] + 1
                 cuts = self.kind == "cut"

@@ -30,14 +30,14 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from shoestring.errors import UserError, suggest
+from shoestring.errors import UserError, shown, suggest
 from shoestring.kernels.gemv.embed_argmax import NO_TOKEN
 from shoestring.model.skip import SkipSet
 from shoestring.model.spec import ModelSpec
 from shoestring.model.transformer import Decoder
 from shoestring.serve.engine.block_pool import BlockPool, BlockTable, RowSpan
 from shoestring.serve.engine.capacity import choose_requests
-from shoestring.serve.engine.graphs import DeviceDraft, PendingTokens, SamplingKind, sampling_kind
+from shoestring.serve.engine.graphs import GROUPED_REQUESTS, DeviceDraft, PendingTokens, SamplingKind, sampling_kind
 from shoestring.serve.engine.request import (
     NO_DRAFT,
     Completion,
@@ -157,7 +157,7 @@ class Engine:
         self._timed = model.embed.group is None or ranks is not None
         self.use_drafter(drafter, num_drafts)
         self.stats, self._ids = Stats(), itertools.count()
-        self._launched_ahead: LaunchedStep | None = None  # the next step, launched by the last `step`
+        self._ahead: deque[LaunchedStep] = deque()  # the next steps, launched before the last one was completed
         self._num_held = 0  # steps launched ahead although requests wait, since the last admission
         self._proposal = Proposal()  # drafts of the next step
         self._num_graphs = 0  # when the last step ended
@@ -328,14 +328,18 @@ class Engine:
         runner.weights_written(version)
 
     def _land(self) -> list[Output]:
-        """Complete the step that was launched ahead: nothing is in flight afterwards."""
-        launched, self._launched_ahead = self._launched_ahead, None
-        return [] if launched is None else self._complete(launched)
+        """Complete the steps that were launched ahead: nothing is in flight afterwards."""
+        outputs: list[Output] = []
+        while self._ahead:
+            outputs += self._complete(self._ahead.popleft())
+        return outputs
 
     def _request(
         self, prompt: Prompt, sampling: Sampling | None, checked: bool = False, wants_text: bool = True
     ) -> Request:
-        sampling = sampling or Sampling()
+        sampling = Sampling() if sampling is None else sampling
+        if not isinstance(sampling, Sampling):
+            raise UserError(f"sampling is {shown(sampling)}; give a Sampling, like Sampling(max_tokens=32)")
         tokens = encode_prompt(prompt, self.tokenizer)
         if not checked:
             check_prompt(tokens, self.model.spec.vocab_size, self.max_context)
@@ -361,8 +365,9 @@ class Engine:
         outputs = self._expire()
         if self.scheduler.late:
             self._rejoin()
-        launched, self._launched_ahead = self._launched_ahead, None
+        launched = self._ahead.popleft() if self._ahead else None
         if launched is None or not any(launched.alive):
+            self._ahead.clear()  # all of the same requests
             if self.waiting and not self.running:
                 self.runner.refresh()  # weights may change while no request runs
             self._propose()
@@ -380,7 +385,7 @@ class Engine:
             if launched is None:
                 self._proposal.settle(self.draft_controller)
                 return outputs + self._compute(scheduled.work, began, prefills)
-        self._launched_ahead = self._run_ahead(launched)
+        self._run_ahead(launched)
         return outputs + self._complete(launched)
 
     def _compute(self, work: Work, began: float, prefills: bool) -> list[Output]:
@@ -454,41 +459,50 @@ class Engine:
         self._advance_prefills(others)
         return LaunchedStep(requests, [r.table for r in requests], checks, skip, pending, began, prefills=prefills)
 
-    def _run_ahead(self, launched: LaunchedStep) -> LaunchedStep | None:
-        """Launch the next step before the tokens of `launched` are known on the host, if only those tokens could change
-        it: it reads them on the device. A row of a request that turns out to have ended is wasted. Where few do, so
-        is that of one that is known to end with the pending token, and the place of one that has ended stays empty."""
+    def _run_ahead(self, launched: LaunchedStep) -> None:
+        """Launch the next steps before the tokens of `launched` are known on the host, if only those tokens could
+        change them: they read them on the device. A row of a request that turns out to have ended is wasted. Where few
+        do, so is that of one that is known to end with a pending token, and the place of one that has ended stays
+        empty. Short steps are launched several at a time, as soon as those before them have begun."""
+        if len(self._ahead) >= launched.num_together:
+            return
         requests, alive = launched.requests, launched.alive
         num_alive = sum(alive)
         if num_alive != len(self._stepping) or not self._may_hold(num_alive):
-            return None
-        if any(r.drafts for r in requests) or self._drafts_next():
-            return None
-        num_ending = sum(self._room(r) < 2 for r, lives in zip(requests, alive, strict=True) if lives)
-        if len(requests) - num_alive + num_ending > len(requests) // ENDING_SHARE:
-            return None
-        spans, checks = [], []
-        for request, table, check, lives in zip(requests, launched.tables, launched.checks, alive, strict=True):
-            if not lives:
+            return
+        if any(r.draft is not NO_DRAFT for r in requests) or self._drafts_next():
+            return
+        num_coming = 1 + len(self._ahead)  # tokens that a request gains before the first of the new steps
+        places = list(zip(requests, launched.tables, alive, strict=True))
+        rooms = [self._room(r) - num_coming for r, _, lives in places if lives]
+        spans, samplings = next_spans(places, num_coming), [r.sampling for r in requests]
+        num_steps = 1
+        if self.draft_controller is None and len(requests) <= GROUPED_REQUESTS:
+            num_steps = self.runner.steps_per_launch(spans, samplings, launched.skip)
+        for num in sorted({num_steps, 1}, reverse=True):
+            num_wasted = len(requests) - num_alive + sum(room < num for room in rooms)
+            if num_wasted <= len(requests) // ENDING_SHARE and self._make_room(places, num_coming + num):
+                began = time.perf_counter()
+                for pending in self.runner.launch_next(spans, samplings, launched.skip, num):
+                    step = LaunchedStep(
+                        requests, launched.tables, None, launched.skip, pending, began, num_together=num
+                    )
+                    self._ahead.append(step)
+                self.stats.num_steps += num
+                self.stats.num_rows += num * num_alive
+                return
+
+    def _make_room(self, places: Sequence[tuple[Request, BlockTable | None, bool]], num: int) -> bool:
+        """Blocks for so many more tokens of each request but the last; False also where its skip set may change."""
+        for request, table, lives in places:
+            if lives:
                 assert table is not None
-                spans.append(RowSpan(table.blocks, 0, 0))  # no row, as behind the last request of a graph
-                checks.append(check)
-                continue
-            assert request.table is not None
-            position = len(request.tokens)  # of the pending token
-            if position >= self.max_context:
-                return None
-            if request.until_switch(position - 1) is not None:
-                return None  # its skip set may be about to change
-            if not self.cache.pool.grow(request.table, position + 1):
-                return None
-            spans.append(RowSpan(request.table.blocks, position, 1))
-            checks.append(check_for(request, num_coming=1))
-        skip = launched.skip
-        pending = self.runner.launch_next(spans, [r.sampling for r in requests], skip)
-        self.stats.num_steps += 1
-        self.stats.num_rows += num_alive
-        return LaunchedStep(requests, launched.tables, checks, skip, pending, time.perf_counter(), ahead=True)
+                known = len(request.tokens)
+                if known + num - 1 > self.max_context or request.until_switch(known - 1) is not None:
+                    return False
+                if not self.cache.pool.grow(table, known + num - 1):
+                    return False
+        return True
 
     def _may_hold(self, num_running: int) -> bool:
         """Whether nobody waits to be admitted, or may wait for a few steps more. A step that reads prompts is not
@@ -516,8 +530,9 @@ class Engine:
         """Wait for the tokens of a launched step and commit them to the requests that still run."""
         if not launched.requests:
             return []  # a chunk of a prompt: nothing to wait for
-        targets = launched.pending.tokens()
-        alive, checks = launched.alive, launched.checks
+        targets, alive, checks = launched.pending.tokens(), launched.alive, launched.checks
+        if checks is None:
+            return self._complete_ahead(launched, targets, alive)
         if self._proposal.pending:
             self._proposal.settle(self.draft_controller)  # the drafts are known only now
             pairs = zip(launched.requests, alive, checks, strict=True)
@@ -529,10 +544,18 @@ class Engine:
         ]
         if self.draft_controller is not None and gains:
             num_gained = sum(len(new) for _, _, new in gains)
-            num_rows = sum(map(len, targets))
-            self._record_time(num_rows, launched.began, num_gained, ahead=launched.ahead, prefills=launched.prefills)
+            self._record_time(sum(map(len, targets)), launched.began, num_gained, prefills=launched.prefills)
         self.verify.note_gained([check for _, check, _ in gains], [new for _, _, new in gains])
         return [self._commit(request, new) for request, _, new in gains]
+
+    def _complete_ahead(self, launched: LaunchedStep, targets: list[list[int]], alive: list[bool]) -> list[Output]:
+        """`_complete` of a step that was launched ahead, thus without drafts."""
+        gains = [(r, new) for r, new, lives in zip(launched.requests, targets, alive, strict=True) if lives]
+        if self.draft_controller is not None and gains:
+            self._record_time(sum(map(len, targets)), launched.began, len(gains), ahead=True)
+        if self.verify.notes_gains:
+            self.verify.note_gained([check_for(r) for r, _ in gains], [new for _, new in gains])
+        return [self._commit(request, new) for request, new in gains]
 
     def _record_time(
         self, num_rows: int, began: float, num_gained: int, *, ahead: bool = False, prefills: bool = False
@@ -677,7 +700,8 @@ class Engine:
         request.num_computed = len(tokens)
         tokens.append(gained[0])
         reason = self._after_token(request, gained[0])
-        if table is not None and request.num_computed // self.cache.pool.block_size > len(table.hashes):
+        pool = self.cache.pool
+        if pool.prefix_cache and table is not None and request.num_computed // pool.block_size > len(table.hashes):
             self._seal(request)
         self.stats.num_new_tokens += 1
         if reason is not None:
@@ -811,10 +835,19 @@ def split_by_completion(work: Work) -> tuple[Work, Work]:
     return parts
 
 
-def check_for(request: Request, num_coming: int = 0) -> Check:
-    """`num_coming`: tokens that the request gains before the check."""
-    draft, position = request.draft, len(request.tokens) + num_coming
+def check_for(request: Request) -> Check:
+    draft, position = request.draft, len(request.tokens)
     return Check(tuple(draft.tokens), position, request.sampling, draft.probs_GV, request.rule)
+
+
+def next_spans(places: Sequence[tuple[Request, BlockTable | None, bool]], num_coming: int) -> list[RowSpan]:
+    """A row behind so many pending tokens of each request, with its table; none for those that have ended."""
+    spans = []
+    for request, table, lives in places:
+        assert table is not None
+        start = len(request.tokens) + num_coming - 1
+        spans.append(RowSpan(table.blocks, start, 1) if lives else RowSpan(table.blocks, 0, 0))
+    return spans
 
 
 class UpdateRefused(UserError):
@@ -860,12 +893,12 @@ class LaunchedStep:
 
     requests: list[Request]
     tables: list[BlockTable | None]
-    checks: list[Check]
+    checks: list[Check] | None  # None: launched ahead, before the tokens of the step before it were known; no drafts
     skip: SkipSet | None
     pending: PendingTokens
     began: float
-    ahead: bool = False  # launched before the tokens of the step before it were known
     prefills: bool = False  # its time says nothing about a decode step
+    num_together: int = 1  # steps of the same launch
 
     @property
     def alive(self) -> list[bool]:
@@ -878,7 +911,10 @@ class LaunchedStep:
 
 def encode_prompt(prompt: Prompt, tokenizer: TextCodec | None) -> list[int]:
     if not isinstance(prompt, str):
-        return [int(t) for t in prompt]
+        try:
+            return [int(t) for t in prompt]
+        except (TypeError, ValueError):
+            raise UserError(f"a prompt is one text or a list of token ids, not {shown(prompt)}") from None
     if tokenizer is None:
         raise UserError("a text prompt needs a tokenizer, and this model came without one; give token ids")
     return tokenizer.encode(prompt)

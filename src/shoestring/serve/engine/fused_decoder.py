@@ -104,10 +104,11 @@ def to_device(here: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 SHORT_CONTEXT = 1024
 
 
-# Requests times key heads from which attention behind dense products is one kernel: four requests of a model with 8 key
-# heads. It was timed from there on (H200: 8B shape, 4 to 64 requests, up to 4,096 tokens; 1B shape, 4 requests); fewer
-# leave SMs idle in long contexts.
-PAIRS_IN_ONE = 32
+# Requests times key heads from which attention behind dense products is one kernel: three requests of a model with 8
+# key heads. Timed on an H200 with 256 and 4,096 tokens of context, up to 256 requests of 8B
+# (experiments/attention_pairs.py). Two requests gain 2 to 5% at 256 tokens and nothing at 4,096: fewer pairs leave SMs
+# idle in long contexts.
+PAIRS_IN_ONE = 24
 
 
 def attends_in_one(dense: bool, requests: int, plan: AttentionPlan, page: int) -> bool:

@@ -4,7 +4,7 @@ A decode step of N requests with Q rows each (Q - 1 drafts) is one program: embe
 and values, attention, head, choice of tokens. Everything that changes from step to step is in device buffers, so on a
 GPU the program is captured once and replayed with a single launch. Graphs are made when first needed, keyed by
 
-    (requests, rows each, how tokens are chosen, skip set)
+    (requests, rows each, how tokens are chosen, skip set, long context or not, steps of a launch)
 
 with the first two padded upwards; padding rows write nothing. `CapturedStep` is such a program; `DecodeGraph` here,
 `PrefillGraph` (prefill_graph.py) and `DraftChainGraph` (draft_chain_graph.py) are the three kinds. `GraphCache` holds
@@ -12,7 +12,8 @@ them and the buffers they share. Without a GPU the same program runs eagerly, wh
 several rows each are padded to few sizes, so that all of them can be captured during warm-up; `num_graphs` counts, so
 that the time of a capture is not taken for the time of a step.
 
-One buffer of integers is copied to the device before a launch:
+The first kernel of a program reads one buffer of integers from the host's memory, and the last one writes the chosen
+tokens there (kernels/runtime/host_ring.py): a step is one command of the stream. The integers:
 
     token      -1: the token that the previous launch chose in this row, which never left the device
     position, slot (place of the row's keys and values), seed
@@ -30,6 +31,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -44,6 +46,7 @@ from shoestring.kernels.attention.paged_attention import splits_for
 from shoestring.kernels.gemv.embed_argmax import NO_TOKEN, argmax_token_
 from shoestring.kernels.runtime.capture_stream import on_capture_stream
 from shoestring.kernels.runtime.compile_ahead import rehearsed
+from shoestring.kernels.runtime.host_ring import HostRing, Receipt
 from shoestring.kernels.runtime.triton_backend import fall_back
 from shoestring.kernels.sampling.sample_tokens import PARAMETERS, sample_tokens_
 from shoestring.model.skip import SkipSet
@@ -64,6 +67,9 @@ MAX_ROWS = 512
 MAX_GRAPHS = 512  # then the least recently used one is dropped
 MAX_PADDING = 6  # rows of a graph per row of the step; kernel by kernel the step would take longer
 PADDING = Sampling()  # of rows that are none
+STEPS_PER_LAUNCH = (4, 2)  # steps of one launch, where they take no longer than GROUP_SECONDS without a context
+GROUP_SECONDS = 0.004
+GROUPED_REQUESTS = 4  # at most, of such steps
 
 
 def identity(logits: Tensor) -> Tensor:
@@ -73,28 +79,18 @@ def identity(logits: Tensor) -> Tensor:
 class PendingTokens:
     """The tokens of a launched step, request by request."""
 
-    def __init__(self, chosen_R: Tensor, nums: Sequence[int], rows_each: int) -> None:
-        self._nums, self._each, self.chosen_R = nums, rows_each, chosen_R
-        self._event: torch.cuda.Event | None = None
-        if chosen_R.is_cuda:
-            self._host = torch.empty(chosen_R.shape, dtype=chosen_R.dtype, pin_memory=True)
-            self._host.copy_(chosen_R, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
-        else:
-            self._host = chosen_R.clone()
+    def __init__(self, receipt: Receipt, chosen_R: Tensor, nums: Sequence[int], rows_each: int, first: int = 0) -> None:
+        """`chosen_R`: where they are on the device, until the next launch; `first`: of them among the launch's."""
+        self._receipt, self._nums, self._each, self.chosen_R, self._first = receipt, nums, rows_each, chosen_R, first
 
     def tokens(self) -> list[list[int]]:
         """The tokens chosen after each request's rows; waits for the device."""
-        if self._event is not None:
-            self._event.synchronize()
-        chosen = self._host.tolist()
-        return [chosen[n * self._each : n * self._each + num] for n, num in enumerate(self._nums)]
+        chosen, each = self._receipt.values(), self._each
+        return [chosen[at : at + num] for at, num in zip(itertools.count(self._first, each), self._nums, strict=False)]
 
     def wait(self) -> None:
         """Until the device has finished the step."""
-        if self._event is not None and not self._event.query():
-            self._event.synchronize()
+        self._receipt.wait()
 
 
 class GraphCache:
@@ -126,7 +122,7 @@ class GraphCache:
 
     def logits(self, spans: Sequence[RowSpan], tokens: Sequence[int] | Tensor, skip: SkipSet | None) -> Tensor:
         """Logits of every row, [T, V]."""
-        graph = self._launch(spans, tokens, None, skip)
+        graph, _ = self._launch(spans, tokens, None, skip)
         index = [n * graph.rows_each + i for n, s in enumerate(spans) for i in range(s.num)]
         if index == list(range(len(index))):
             return graph.logits[: len(index)].clone()
@@ -141,8 +137,42 @@ class GraphCache:
     ) -> PendingTokens:
         """Choose the token after each row, one Sampling per request. `tokens` None: those that the previous launch
         chose for the same requests, one position before."""
-        graph = self._launch(spans, tokens, samplings, skip)
-        return PendingTokens(self.last_R[: graph.num_rows], [s.num for s in spans], graph.rows_each)
+        graph, receipt = self._launch(spans, tokens, samplings, skip)
+        return PendingTokens(receipt, graph.chosen, [s.num for s in spans], graph.rows_each)
+
+    def launch_steps(
+        self, spans: Sequence[RowSpan], samplings: Sequence[Sampling], skip: SkipSet | None, num_steps: int
+    ) -> list[PendingTokens]:
+        """Several steps in one launch, one row each: the first as `launch` without tokens, the others on the tokens of
+        the one before. The spans' blocks hold all of their rows."""
+        num, nums = self.padded(spans)[0], [s.num for s in spans]
+        kind = sampling_kind(samplings)
+        key = self._steps_key(num, kind, skip, self._is_long(spans, skip), num_steps)
+        make = functools.partial(DecodeGraph, self, num, 1, kind, skip, key[4], num_steps=num_steps)
+        # With the rows of later steps, which note their blocks in the tables: they are not sent again for them.
+        whole = [RowSpan(s.blocks, s.start, s.num * num_steps) for s in spans]
+        graph: DecodeGraph = self.graph(key, whole, make)
+        graph.fill(spans, None, samplings)
+        receipt = graph.launch()
+        return [PendingTokens(receipt, graph.chosen, nums, 1, i * num) for i in range(num_steps)]
+
+    def steps_per_launch(self, spans: Sequence[RowSpan], samplings: Sequence[Sampling], skip: SkipSet | None) -> int:
+        """How many steps of these requests, one row each, to launch at once; 1 where they differ in their program."""
+        num, long = self.padded(spans)[0], self._is_long(spans, skip)
+        found = self._graphs.get(self._steps_key(num, sampling_kind(samplings), skip, long))
+        most = found.steps_per_launch if isinstance(found, DecodeGraph) else 1
+        later = [RowSpan(s.blocks, s.start + most - 1, s.num) for s in spans]
+        return most if self._is_long(later, skip) == long else 1
+
+    def _steps_key(
+        self, num: int, kind: SamplingKind, skip: SkipSet | None, long: bool, num_steps: int = 1
+    ) -> tuple[Any, ...]:
+        key = (num, 1, kind, "" if skip is None else skip.id, long)
+        return key if num_steps == 1 else (*key, "steps", num_steps)
+
+    def _is_long(self, spans: Sequence[RowSpan], skip: SkipSet | None) -> bool:
+        num, each = self.padded(spans)
+        return self._long_differs(num * each, skip) and spans[0].stop > self.fused.short_context
 
     def load_drafts(self, spans: Sequence[RowSpan], device_drafts: Sequence[DeviceDraft]) -> None:
         """Copy drafts that are on the device to where a launch of these spans reads them: behind the first row of
@@ -168,10 +198,10 @@ class GraphCache:
         tokens: Sequence[int] | Tensor | None,
         samplings: Sequence[Sampling] | None,
         skip: SkipSet | None,
-    ) -> DecodeGraph:
+    ) -> tuple[DecodeGraph, Receipt]:
         num, each = self.padded(spans)
         kind, id = sampling_kind(samplings), "" if skip is None else skip.id
-        long = self._long_differs(num * each, skip) and spans[0].stop > self.fused.short_context
+        long = self._is_long(spans, skip)
         graph = self.graph((num, each, kind, id, long), spans, lambda: DecodeGraph(self, num, each, kind, skip, long))
         ids: Sequence[int] | None
         if isinstance(tokens, Tensor):
@@ -182,8 +212,7 @@ class GraphCache:
         else:
             ids = tokens
         graph.fill(spans, ids, samplings)
-        graph.replay()
-        return graph
+        return graph, graph.launch()
 
     def _long_differs(self, num_rows: int, skip: SkipSet | None) -> bool:
         """Whether a step is another program beyond the short context."""
@@ -200,7 +229,10 @@ class GraphCache:
         for long in (False, True):  # the first tells whether the second differs
             if not long or self._long_differs(num * each, skip):
                 key = (num, each, kind, "" if skip is None else skip.id, long)
-                self.find(key, num, functools.partial(DecodeGraph, self, num, each, kind, skip, long))
+                found = self.find(key, num, functools.partial(DecodeGraph, self, num, each, kind, skip, long))
+                if isinstance(found, DecodeGraph) and (most := found.steps_per_launch) > 1:
+                    make = functools.partial(DecodeGraph, self, num, each, kind, skip, long, num_steps=most)
+                    self.find(self._steps_key(num, kind, skip, long, most), num, make)
 
     def graph(self, key: tuple[object, ...], spans: Sequence[RowSpan], make: Callable[[], CapturedStep]) -> Any:
         """The graph of this key, made when first needed, with block tables and KV cache ready for these rows."""
@@ -256,6 +288,11 @@ class GraphCache:
             self._known = [((), 0)] * num
             self._tables = torch.zeros(num * self._width + 1, dtype=torch.int32, device=self.fused.device)
 
+    @property
+    def table_entries(self) -> Tensor:
+        """Of all tables, one after the other, and the one that padding rows write to."""
+        return self._tables
+
     def tables(self, num: int) -> Tensor:
         return self._tables[: num * self._width].view(num, self._width)
 
@@ -297,7 +334,7 @@ class GraphCache:
 class CapturedStep(ABC):
     """A program over rows, and on a GPU its CUDA graph. Its input is one buffer of integers: five per row (token,
     position, slot, table entry of its block, block number), the seeds of the rows that tokens are chosen for, and the
-    numbers that a subclass adds."""
+    numbers that a subclass adds. Its output are the chosen tokens. Both pass through a `HostRing`."""
 
     nonfinite = NO_TOKEN  # what is chosen where logits are not finite
 
@@ -310,80 +347,103 @@ class CapturedStep(ABC):
         num_own: int,
         kind: SamplingKind,
         skip: SkipSet | None,
+        chosen: Tensor,
+        num_steps: int = 1,
     ) -> None:
-        """`num_chosen`: rows that tokens are chosen for; `num_own`: integers that the subclass adds."""
+        """`num_chosen`: rows that tokens are chosen for; `num_own`: integers that the subclass adds; `chosen`: where
+        the program leaves its tokens; `num_steps`: that many buffers of integers, one after the other."""
         self.owner, self.num_requests, self.num_rows = owner, num_requests, num_rows
-        self.kind, self.skip, device = kind, skip, owner.fused.device
+        self.kind, self.skip, self.chosen, device = kind, skip, chosen, owner.fused.device
         self._own_at = 5 * num_rows + num_chosen  # where the integers of the subclass begin
-        self._numbers = torch.zeros(self._own_at + num_own, dtype=torch.int64, device=device)
+        self._num_each, self.num_steps = self._own_at + num_own, num_steps
+        self._numbers = torch.zeros(num_steps * self._num_each, dtype=torch.int64, device=device)
         self.parameters_4R = torch.zeros(len(PARAMETERS), num_chosen, dtype=torch.float64, device=device)
+        self.arrived_R = torch.zeros(num_chosen, dtype=torch.int32, device=device)  # by argmax_token_
         self._sent: list[Sampling] | None = None
         self._seeds: Sequence[int] = [0] * num_chosen
         self.logits = torch.empty(0, device=device)
-        self.replay: Callable[[], None] = self._program
+        self._ring = HostRing(self._numbers.numel(), 0 if kind == "logits" else chosen.numel(), device)
+        self.replay: Callable[[], None] = self._whole_program
+        self._seconds = math.inf  # of a replay, of padding: without the time that contexts take
         if device.type == "cuda":
             self._capture()
 
     def _capture(self) -> None:
         # All rows are padding while the program runs to compile its kernels; of the state only `last_R` would change.
-        self._rows_5R[2:4] = torch.tensor([[-1], [self.owner.padding]], device=self._numbers.device)
+        nothing = np.zeros(self._numbers.numel(), dtype=np.int64)
+        for step in range(self.num_steps):
+            self._pad(nothing[step * self._num_each :])
+        self._numbers.copy_(torch.from_numpy(nothing))  # for a rehearsal, in which no kernel reads the ring
+        self._ring.restart(nothing)
         last = self.owner.last_R.clone()
         with on_capture_stream():
-            self._program()
+            self._whole_program()
         if rehearsed() is not None:
             self.owner.last_R.copy_(last)
             return
         graph = torch.cuda.CUDAGraph()
         try:
             with no_collection(), torch.cuda.graph(graph, pool=self.owner._pool, capture_error_mode="thread_local"):
-                self._program()
+                self._whole_program()
             graph.replay()  # the first replay uploads the graph, which takes longer
             self.replay = graph.replay
+            self._seconds = seconds_of(graph.replay)
         except RuntimeError as error:  # e.g. a Format whose linear waits for the host: the program runs eagerly
             torch.cuda.synchronize()
             self.owner.leave_pool()
             fall_back(f"a {type(self).__name__} could not be captured as a CUDA graph ({error})")
+        self._ring.restart(nothing)
         self.owner.last_R.copy_(last)
+
+    def launch(self) -> Receipt:
+        """Of what `fill` wrote; the tokens come with the receipt."""
+        self.replay()
+        return self._ring.launched()
+
+    def _whole_program(self) -> None:
+        self._ring.take_(self._numbers, self.owner.table_entries, self.num_rows, self.num_steps)
+        self._program()
+        self._ring.give_(self.chosen)
 
     @abstractmethod
     def _program(self) -> None: ...
 
-    @property
-    def _rows_5R(self) -> Tensor:
-        return self._numbers[: 5 * self.num_rows].view(5, self.num_rows)
+    def _rows(self, step: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens, positions and slots."""
+        first = step * self._num_each
+        given, position, slot = self._numbers[first : first + 3 * self.num_rows].view(3, self.num_rows)
+        return given, position, slot
 
     @property
     def seeds_R(self) -> Tensor:
         return self._numbers[5 * self.num_rows : self._own_at]
 
-    def _place(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Part of a program: write the rows' blocks into the tables; returns tokens, positions and slots."""
-        given, position, slot, at, block = self._rows_5R
-        self.owner.note_blocks(at, block.view(torch.int32)[::2])  # reinterpreted, without a conversion kernel
-        return given, position, slot
-
     def _choose(self, logits_RV: Tensor, position_R: Tensor, out_R: Tensor) -> None:
         """Part of a program: choose the tokens after rows at these positions."""
         if self.kind == "greedy":
-            argmax_token_(logits_RV, out_R, self.nonfinite)
+            argmax_token_(logits_RV, out_R, self.arrived_R, self.nonfinite)
         else:
             given = self.parameters_4R, self.seeds_R, position_R + 1
             sample_tokens_(logits_RV, *given, out_R, cuts=self.kind == "cut", nonfinite=self.nonfinite)
 
-    def _host(self, located: RowLocations, row_T: np.ndarray, tokens: Sequence[int] | None) -> Tensor:
-        """The integers of the next replay, without those of the subclass. `row_T`: the program's row for each row."""
-        size = self.owner.cache.pool.block_size
-        host = pinned(self._numbers.numel(), self._numbers.device)
-        numbers = host.numpy()
+    def _pad(self, numbers: np.ndarray) -> np.ndarray:
+        """Make all rows padding; returns a view of them."""
         rows_5R = numbers[: 5 * self.num_rows].reshape(5, self.num_rows)
-        rows_5R[:] = np.array([0, 0, -1, self.owner.padding, 0])[:, None]  # padding
+        rows_5R[:] = np.array([0, 0, -1, self.owner.padding, 0])[:, None]
+        return rows_5R
+
+    def _write(self, located: RowLocations, row_T: np.ndarray, tokens: Sequence[int] | None) -> np.ndarray:
+        """Write the integers of the next launch's first step; returns those that are the subclass's to write. `row_T`:
+        the program's row for each row."""
+        size, numbers = self.owner.cache.pool.block_size, self._ring.slot()
+        rows_5R = self._pad(numbers)
         rows_5R[0, row_T] = -1 if tokens is None else tokens
         rows_5R[1, row_T] = located.position_T
         rows_5R[2, row_T] = located.block_T * size + located.position_T % size
         rows_5R[3, row_T] = self.owner.place(located.span_T, located.position_T // size)
         rows_5R[4, row_T] = located.block_T
         numbers[5 * self.num_rows : self._own_at] = self._seeds
-        return host
+        return numbers[self._own_at : self._num_each]
 
     def _send_samplings(self, rows: list[Sampling]) -> None:
         """One for each row that a token is chosen for; the rows after them are padding."""
@@ -409,36 +469,70 @@ class DecodeGraph(CapturedStep):
         kind: SamplingKind,
         skip: SkipSet | None,
         long: bool = False,
+        chosen: Tensor | None = None,
+        num_steps: int = 1,
     ) -> None:
-        """`long`: a context beyond FusedDecoder.short_context."""
+        """`long`: a context beyond FusedDecoder.short_context. `chosen`: where the tokens are; None: in `last_R`.
+        `num_steps`: so many steps one after the other, with one row each."""
         self.rows_each, self.long, num_rows = rows_each, long, num_requests * rows_each
         self.num_splits = splits_for(num_requests, owner.fused.spec.num_kv_heads)
-        super().__init__(owner, num_requests, num_rows, num_rows, 2 * num_requests, kind, skip)
+        assert num_steps == 1 or (rows_each == 1 and kind != "logits")
+        if chosen is None:
+            chosen = owner.last_R[:num_rows] if num_steps == 1 else owner.last_R.new_zeros(num_steps * num_rows)
+        super().__init__(owner, num_requests, num_rows, num_rows, 2 * num_requests, kind, skip, chosen, num_steps)
 
     def _program(self) -> None:
         owner = self.owner
-        given, position, slot = self._place()
         last = owner.last_R[: self.num_rows]
-        tiles_N4 = self._numbers[self._own_at :].view(torch.int32).view(self.num_requests, 4)
-        tiles = AttentionTiles(tiles_N4, self.rows_each, self.num_splits)
-        rows = RowPlacement(position, slot, owner.tables(self.num_requests), (tiles,))
-        logits = owner.map_logits(owner.fused.row_logits(given, rows, owner.cache, self.skip, last, self.long))
-        if self.kind == "logits":
-            self.logits = logits
-        else:
+        for step in range(self.num_steps):
+            given, position, slot = self._rows(step)
+            own = self._numbers[step * self._num_each + self._own_at : (step + 1) * self._num_each]
+            tiles_N4 = own.view(torch.int32).view(self.num_requests, 4)
+            tiles = AttentionTiles(tiles_N4, self.rows_each, self.num_splits)
+            rows = RowPlacement(position, slot, owner.tables(self.num_requests), (tiles,))
+            logits = owner.map_logits(owner.fused.row_logits(given, rows, owner.cache, self.skip, last, self.long))
+            if self.kind == "logits":
+                self.logits = logits
+                return
+            if self.num_steps > 1:
+                last = self.chosen.view(self.num_steps, self.num_rows)[step]
             self._choose(logits, position, last)
+        if self.num_steps > 1:
+            owner.last_R[: self.num_rows].copy_(last)
+
+    @property
+    def steps_per_launch(self) -> int:
+        """How many such steps to launch at once, where they follow each other: the device waits between two launches,
+        which counts where steps are short, and tokens come all at once, which counts where they are long."""
+        if self.rows_each > 1 or self.kind == "logits" or self.num_requests > GROUPED_REQUESTS:
+            return 1
+        return next((num for num in STEPS_PER_LAUNCH if num * self._seconds <= GROUP_SECONDS), 1)
 
     def fill(
         self, spans: Sequence[RowSpan], tokens: Sequence[int] | None, samplings: Sequence[Sampling] | None
     ) -> None:
-        """Send the integers of the next replay. `tokens`: request by request; None: all are on the device."""
+        """Write the integers of the next launch. `tokens`: request by request; None: all are on the device."""
         self._send_samplings([s for s in samplings or () for _ in range(self.rows_each)])
         located = locate_rows(spans, self.owner.cache.pool.block_size)
-        host = self._host(located, located.span_T * self.rows_each + located.offset_T, tokens)
-        tiles_N4 = host.numpy()[self._own_at :].view(np.int32).reshape(self.num_requests, 4)
+        own = self._write(located, located.span_T * self.rows_each + located.offset_T, tokens)
+        tiles_N4 = own.view(np.int32).reshape(self.num_requests, 4)
         n_N = np.arange(len(spans))
         fill_tiles(tiles_N4, n_N, n_N * self.rows_each, located.start_N, located.num_N)
-        self._numbers.copy_(host, non_blocking=True)
+        for step in range(1, self.num_steps):
+            self._write_later(spans, located.num_N, step)
+
+    def _write_later(self, spans: Sequence[RowSpan], num_N: np.ndarray, step: int) -> None:
+        """The integers of a later step of the launch: those of the step before, each row one position further."""
+        size, n = self.owner.cache.pool.block_size, len(num_N)
+        before_I, after_I = self._ring.slot().reshape(self.num_steps, -1)[step - 1 : step + 1]
+        after_I[:] = before_I
+        rows_5R = after_I[: 5 * self.num_rows].reshape(5, self.num_rows)
+        rows_5R[1:3, :n] += num_N
+        after_I[self._own_at :].view(np.int32).reshape(-1, 4)[:n, 2] += num_N.astype(np.int32)
+        for row in np.flatnonzero((rows_5R[1, :n] % size == 0) & (num_N > 0)).tolist():
+            page = int(rows_5R[1, row]) // size
+            block = spans[row].blocks[page]
+            rows_5R[2:, row] = block * size, self.owner.place(np.array(row), np.array(page)), block
 
 
 def fill_tiles(tiles_L4: np.ndarray, *columns: np.ndarray) -> None:
@@ -456,6 +550,16 @@ def sampling_kind(samplings: Sequence[Sampling] | None) -> SamplingKind:
     if any(s.cuts for s in drawn):
         return "cut"
     return "drawn" if drawn else "greedy"
+
+
+def seconds_of(replay: Callable[[], None]) -> float:
+    """Of a replay on the device, which is waited for."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    replay()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3
 
 
 @contextmanager

@@ -71,8 +71,7 @@ def launch_prefill(
         return None
     graph: PrefillGraph = graphs.graph(key, spans, partial(PrefillGraph, graphs, num, rows, kind, skip))
     graph.fill(spans, tokens, samplings)
-    graph.replay()
-    pending = PendingTokens(graphs.last_R[:num], [1] * len(samplings), 1)
+    pending = PendingTokens(graph.launch(), graph.chosen, [1] * len(samplings), 1)
     # The host never waits for a chunk of a prompt and is faster than the device. Without this limit all chunks of a
     # long prompt would be queued, and a request that arrives or is aborted meanwhile would wait for all of them.
     graphs.prefills.append(pending)
@@ -108,11 +107,12 @@ class PrefillGraph(CapturedStep):
             (num_rows // each + num_requests, each, 1),
         )
         num_own = num_requests + 2 * sum(num for num, _, _ in self._tile_kinds)
-        super().__init__(owner, num_requests, num_rows, num_requests, num_own, kind, skip)
+        chosen = owner.last_R[:num_requests]
+        super().__init__(owner, num_requests, num_rows, num_requests, num_own, kind, skip, chosen)
 
     def _program(self) -> None:
         owner, num = self.owner, self.num_requests
-        given_T, position_T, slot_T = self._place()
+        given_T, position_T, slot_T = self._rows()
         last_row_N = self._numbers[self._own_at : self._own_at + num]
         tiles_L4 = self._numbers[self._own_at + num :].view(torch.int32).view(-1, 4)
         parts = tiles_L4.split([count for count, _, _ in self._tile_kinds])
@@ -123,14 +123,13 @@ class PrefillGraph(CapturedStep):
         rows = RowPlacement(position_T, slot_T, owner.tables(num), tiles, padded=True)
         hidden_TD = owner.fused.hidden(given_T, rows, owner.cache, self.skip)
         logits_NV = owner.map_logits(owner.fused.logits(hidden_TD.index_select(0, last_row_N)))
-        self._choose(logits_NV, position_T.index_select(0, last_row_N), owner.last_R[:num])
+        self._choose(logits_NV, position_T.index_select(0, last_row_N), self.chosen)
 
     def fill(self, spans: Sequence[RowSpan], tokens: Sequence[int], samplings: Sequence[Sampling]) -> None:
-        """Send the integers of the next replay."""
+        """Write the integers of the next launch."""
         self._send_samplings(list(samplings))
         located = locate_rows(spans, self.owner.cache.pool.block_size)
-        host = self._host(located, np.arange(len(located.span_T)), tokens)
-        own, num = host.numpy()[self._own_at :], self.num_requests
+        own, num = self._write(located, np.arange(len(located.span_T)), tokens), self.num_requests
         first_N = located.num_N.cumsum() - located.num_N
         own[:num] = 0  # padding chooses after the first row
         own[: len(spans)] = first_N + located.num_N - 1
@@ -138,7 +137,6 @@ class PrefillGraph(CapturedStep):
         for which, (count, each, _) in zip(split_by_num_rows(located.num_N), self._tile_kinds, strict=True):
             fill_tiles(tiles_L4[at : at + count], *tiles_of(which, first_N, located.start_N, located.num_N, each))
             at += count
-        self._numbers.copy_(host, non_blocking=True)
 
 
 def split_by_num_rows(num_N: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

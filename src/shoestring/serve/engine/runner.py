@@ -230,12 +230,22 @@ class Runner:
 
     @torch.no_grad()
     def launch_next(
-        self, spans: Sequence[RowSpan], samplings: Sequence[Sampling], skip: SkipSet | None = None
-    ) -> PendingTokens:
-        """Launch the step after the last launch, one row each, on the tokens that it chose."""
+        self, spans: Sequence[RowSpan], samplings: Sequence[Sampling], skip: SkipSet | None = None, num_steps: int = 1
+    ) -> list[PendingTokens]:
+        """Launch the steps after the last launch, one row each, on the tokens that it chose. Several are one launch;
+        the spans are those of the first."""
         assert self._graphs is not None
-        self.on_launch("next", len(spans))
-        return self._graphs.launch(spans, None, samplings, skip)
+        self.on_launch("next", len(spans), num_steps)
+        if num_steps == 1:
+            return [self._graphs.launch(spans, None, samplings, skip)]
+        return self._graphs.launch_steps(spans, samplings, skip, num_steps)
+
+    def steps_per_launch(
+        self, spans: Sequence[RowSpan], samplings: Sequence[Sampling], skip: SkipSet | None = None
+    ) -> int:
+        """How many of those steps are worth one launch."""
+        assert self._graphs is not None
+        return self._graphs.steps_per_launch(spans, samplings, skip)
 
     @torch.no_grad()
     def launch_prefill(

@@ -71,7 +71,8 @@ class LayerSkipDrafter(Drafter):
         if flight is None:
             return None
         flights = [flight]
-        flights += [self.runner.launch_next(_spans(requests, i), samplings, skip) for i in range(n - 1)]
+        for i in range(n - 1):
+            flights += self.runner.launch_next(_spans(requests, i), samplings, skip)
         chosen = [f.tokens() for f in flights]
         return [Draft([found[row][-1] for found in chosen]) for row in range(len(requests))]
 

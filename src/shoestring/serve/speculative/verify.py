@@ -122,6 +122,11 @@ class Verifier:
     def note_gained(self, checks: Sequence[Check], gained: Sequence[Sequence[int]]) -> None:
         """The tokens of a step that was verified without a call of this object."""
 
+    @property
+    def notes_gains(self) -> bool:
+        """Whether `note_gained` does anything, as that of a subclass may."""
+        return type(self) is not Verifier
+
 
 def as_verifier(function: Verify | Verifier) -> Verifier:
     return function if isinstance(function, Verifier) else Verifier(function)
