@@ -8,7 +8,7 @@ extern "C" void run(const void* layers, const void* head, const void* scale_of, 
                     u32* state, const int* tables, const int* tiles, u64* stamps, const void* weights,
                     long weight_bytes, const void* cache, long cache_bytes, float eps, float head_eps, float last_eps,
                     float scale, int num_layers, int table_stride, int shared) {
-    launch(weights, weight_bytes, cache, cache_bytes, WARPS + 2, {BLOCKS, 1, 1}, BLOCKS, shared, [=] {
+    launch(weights, weight_bytes, cache, cache_bytes, WARPS + 1 + FILLERS, {BLOCKS, 1, 1}, BLOCKS, shared, [=] {
         row_step((const Layer*)layers, head, (const u16*)scale_of, (const unsigned char*)zero_of, last_norm, (const u16*)x, result,
                  (uint2*)words, state, tables, tiles,
                  stamps, eps, head_eps, last_eps, scale, num_layers, table_stride);

@@ -21,15 +21,18 @@ from torch import Tensor
 from shoestring.formats import FormatLinear, parse_format
 from shoestring.formats.kernel_layout import lay_out
 from shoestring.hardware.device import H200, DeviceLimits
+from shoestring.hardware.plan_table import read_plans
 from shoestring.kernels.attention.rope_store import cos_sin_at
 from shoestring.kernels.lowbit.chunk_layout import ChunkLayout
 from shoestring.kernels.step.row_step import (
+    PLANS,
     RowStep,
     RowStepPlan,
     StepHead,
     StepLayer,
     StepShape,
     num_words,
+    plan_key,
     row_step_macros,
     row_step_ref,
     sources,
@@ -197,19 +200,19 @@ def check(case: Case, plan: RowStepPlan, dtype: torch.dtype, device: str = "cpu"
 CASES = [
     (
         Case(num_layers=2, positions=(9, 37)),
-        RowStepPlan(warps=4, slice=64, splits=2, share_keys=16, short_keys=16, watched=100, flight=300),
+        RowStepPlan(warps=4, slice=64, splits=2, share_keys=16, short_keys=16, watched=100, flight=300, fillers=2),
     ),
     (
         Case(96, 64, 6, 2, 64, 34, 2, torch.float32, torch.bfloat16, True, True, 20, (40,)),
         RowStepPlan(warps=4, slice=96, splits=2, share_keys=8, watched=1 << 20),
     ),
     (
-        Case(160, 192, 4, 2, 32, 70, 2, positions=(37,), format="int4:g32", coded_head=True),
-        RowStepPlan(warps=4, splits=2, share_keys=16, watched=100, flight=1),
+        Case(160, 192, 4, 4, 32, 70, 2, positions=(37,), format="int4:g32", coded_head=True),
+        RowStepPlan(warps=4, splits=2, share_keys=16, short_keys=16, watched=100, flight=1, ahead=1),
     ),
     (
         Case(512, 1024, 8, 2, 64, 34, 1, torch.float32, bias=True, positions=(20,), format="int2:g64"),
-        RowStepPlan(warps=2, slice=512, splits=1),
+        RowStepPlan(warps=2, slice=512, splits=1, quads=3, ahead=1),
     ),
     (
         Case(128, 64, 2, 1, 64, 0, 1, positions=(20,), format="int3:g64"),
@@ -222,7 +225,7 @@ CASES = [
 @pytest.mark.parametrize(
     "case",
     [*CASES[:3], *(pytest.param(c, marks=pytest.mark.slow) for c in CASES[3:])],
-    ids=["plain", "norms, biases, windows", "int4", "int2", "int3"],
+    ids=["plain", "norms, biases, windows", "int4, a key head each", "int2", "int3"],
 )
 def test_the_source_on_the_cpu(case: tuple[Case, RowStepPlan], tmp_path: Path) -> None:
     check(*case, torch.bfloat16, folder=tmp_path)
@@ -266,3 +269,20 @@ def test_shapes_that_the_kernel_takes() -> None:
     }
     for change in ({name: value} for name, value in changes.items()):
         assert unusable(dataclasses.replace(shape, **change), plan)
+
+
+def test_shipped_plans_fit_the_models_that_they_are_for() -> None:
+    bf16, sizes = torch.bfloat16, [(576, 1536, 9, 3, 64, 49152, 30), (2048, 8192, 32, 8, 64, 128256, 16)]
+    sizes.append((4096, 14336, 32, 8, 128, 128256, 32))
+    layouts = [None, ChunkLayout(4, 128, False, 1, False), ChunkLayout(2, 64, False, 1, False)]
+    shapes = {}
+    for (*widths, layers), layout in itertools.product(sizes, layouts):
+        head = torch.float16 if layout and widths[0] == 4096 else None
+        shape = StepShape(*widths, 16, layers, bf16, bf16, None, layout, head)
+        shapes[plan_key(shape)] = shape
+    assert PLANS.shipped is not None
+    plans = read_plans(PLANS.shipped, RowStepPlan)
+    assert len(plans) >= 6
+    for key, plan in plans.items():
+        assert unusable(shapes[key], plan) is None, key
+        assert plan.slots(shapes[key], H200) * plan.slot_bytes(shapes[key]) >= plan.flight, key

@@ -2,7 +2,7 @@
 // Defined in kernels/step/row_step.py.
 //
 // Between two kernels the memory waits. Here it does not: every block stays on its multiprocessor, and every warp reads its
-// share of all weights of all layers, in order, through a ring in shared memory. One more warp asks for them: a slot is filled
+// share of all weights of all layers, in order, through a ring in shared memory. More warps ask for them: a slot is filled
 // again once it was used, with a piece of whatever product comes next, so that the weights of the next product arrive while the
 // block still waits for its input. Another one asks for keys and values.
 //
@@ -26,8 +26,9 @@
 //   EARLY_KEYS of a block, of more than those, are asked for before the layer begins
 //   HEAD 1: with the head, of dense weights; 2: of 8-bit codes with a scale (HEAD_SCALE16: bf16) and a zero for each row;
 //   0: the residual stream is the result   HEAD_NORM 0 or 1   NORM32, HEAD_NORM32 1: norm weights in fp32
-//   CHUNKED: RUN chunks of a piece   LOG_MODEL, LOG_ATTENDED, LOG_INNER of the warps that share rows of D_MODEL, ATTENDED and
-//   D_FF inputs
+//   CHUNKED: RUN chunks of a piece   PIECES_AHEAD 1: read the next piece before one is multiplied   LOG_MODEL, LOG_ATTENDED,
+//   LOG_INNER of the warps that share rows of D_MODEL, ATTENDED and D_FF inputs
+//   FILLERS warps that ask for weights, 1 or 2   QUADS times four inputs that a thread takes at once, at most
 //   WATCHED inputs from which on one warp looks for them first   SPIN nanoseconds between two looks at a word
 //   STAMPS 1: write times
 #define THREADS (WARPS * 32)
@@ -41,7 +42,7 @@
 #define GIVE_UP (1 << 22)                // reads of a word that does not come; a second or more
 
 enum Kind { Qkv, Output, Up, Down, Head };
-template <int K> struct Part { static constexpr int kind = K; };  // each has instructions of its own
+template <int K> struct Part { static constexpr int kind = K; };  // each has instructions of its own; and so has a number of rows
 constexpr int inputs_of(int kind) { return kind == Output ? ATTENDED : kind == Down ? D_FF : D_MODEL; }
 constexpr int outputs_of(int kind) { return kind == Qkv ? QKV : kind == Up ? D_FF : kind == Head ? VOCAB : D_MODEL; }
 constexpr bool chunked(int kind) { return CHUNKED && kind != Head; }
@@ -89,8 +90,8 @@ constexpr int least(int a, int b) { return a < b ? a : b; }
 constexpr int WIDEST = most(D_FF, most(D_MODEL, ATTENDED));
 #if CHUNKED
 #define X_GROUP 144   // bytes of 64 inputs: their high digits, their low ones, and 16 against bank conflicts
-#define X_SUMS ((WIDEST + 127) / 128 * 2 * X_GROUP)  // behind them: what sums of digits by group are, and what a digit is worth
-constexpr int X_BYTES = most(X_SUMS + (WIDEST + 127) / 128 * NG * 16, 4 * (SHARED + 2) * DIM);
+#define X_SUMS ((WIDEST + 127) / 128 * 2 * X_GROUP)  // behind them: sums by group, and what a digit is worth
+constexpr int X_BYTES = most(X_SUMS + (WIDEST + 127) / 128 * NG * 8, 4 * (SHARED + 2) * DIM);
 #else
 constexpr int X_BYTES = most(2 * WIDEST, 4 * (SHARED + 2) * DIM);
 #endif
@@ -176,18 +177,18 @@ struct Stream {
         } else if (was_first && row >= half) next += to_second;
     }
 };
-// One warp fills the rings, each lane that of one warp that multiplies: a slot has a barrier that it is full and one that it
-// is free. No more than FLIGHT bytes of a ring (and a piece) are on their way at once: more would not come sooner, and the words
+// One warp or two fill the rings, each lane that of one warp that multiplies: a slot has a barrier that it is full and one that
+// it is free. No more than FLIGHT bytes of a ring (and a piece) are on their way at once: more would not come sooner, and the words
 // that blocks exchange would wait behind them in the same queues.
-INLINE void fill_rings(const Layer* layers, const void* head, const int num_layers, const int lane, const u32 rings, const u32 bars) {
+INLINE void fill_rings(const Layer* layers, const void* head, const int num_layers, const int first_ring, const int lane, const u32 rings, const u32 bars) {
     Stream stream;
-    const int warp = min(lane, WARPS - 1);
+    const int warp = min(first_ring + lane, WARPS - 1);
     const u32 ring = rings + warp * SLOTS * SLOT, full = bars + warp * SLOTS * 16;
     stream.layers = layers, stream.head = head, stream.num_layers = num_layers, stream.warp = warp;
     stream.policy = read_once(), stream.layer = 0, stream.kind = Qkv;
     stream.enter();
     int slot = 0, phase = 1, first = 0, first_phase = 0, flying = 0;  // the next slot; the first of those that are on their way
-    bool more = lane < WARPS && stream.layer <= num_layers;
+    bool more = lane < WARPS / FILLERS && stream.layer <= num_layers;
     while (__any_sync(~0u, more)) {
         if (more) {
             if (flying > 0 && bar_is_past(full + first * 8, first_phase)) {
@@ -237,6 +238,7 @@ struct Step {
     int warp, lane;
     float eps;
     const struct Keys* keys;  // of layers without a window
+    u32* places;        // [THREADS][KEYS_AHEAD] where the first keys of a query head lie, in layers without a window
     const u16* head_scale;
     const unsigned char* head_zero;
     u64* stamps;        // of this block and product: asked, input here, multiplied, written
@@ -252,36 +254,44 @@ INLINE void watch(const Step& s, const uint2* in, const u32 tag, const int width
 }
 INLINE float square_of(const u32 pair) { return widen_low(pair) * widen_low(pair) + widen_high(pair) * widen_high(pair); }
 
-// Times 4 inputs that a thread takes at once, of so many: up to 16, as even as can be.
+// Times 4 inputs that a thread takes at once, of so many: up to QUADS, as even as can be.
 constexpr int taken_of(int quads) {
-    const int each = (quads + THREADS - 1) / THREADS, rounds = (each + 15) / 16;
+    const int each = (quads + THREADS - 1) / THREADS, rounds = (each + QUADS - 1) / QUADS;
     return (each + rounds - 1) / rounds;
 }
 // Four inputs at a time, from words of this tag or `plain` numbers, to where `store` puts them; and the sum of their squares.
-// A thread asks for all of its words at once, and again for all that were not there; those of a warp lie side by side. ALL: with
-// zeros behind them. `ahead` loads what belongs to inputs while they are on their way.
-template <int QUADS, int ALL, bool NORMED, class Ahead, class Store>
+// A thread asks for all of its words of a round at once, and again for all that were not there; those of a warp lie side by side,
+// and those of the next round are asked for before. ALL: with zeros behind them. `ahead` loads what belongs to inputs while they
+// are on their way.
+template <int COUNT, int ALL, bool NORMED, class Ahead, class Store>
 INLINE void take_inputs(Step& s, const uint2* in, const u16* plain, const u32 tag, Ahead ahead, Store store) {
     constexpr int taken = taken_of(ALL);
-    if (QUADS * 4 >= WATCHED && !plain) watch(s, in, tag, QUADS * 4);
+    if (COUNT * 4 >= WATCHED && !plain) watch(s, in, tag, COUNT * 4);
     float square = 0.f;
+    uint4 next[taken];
+    auto ask = [&](uint4* got, const int e) {
+        #pragma unroll
+        for (int u = 0; u < taken; u++)
+            if (is_late(got[u], tag)) got[u] = load_now4(in + 2 * (e + u * THREADS));
+    };
+    auto ask_first = [&](const int e) {
+        #pragma unroll
+        for (int u = 0; u < taken; u++) {
+            const int q = e + u * THREADS;
+            const u32 at_first = q < COUNT && !plain ? ~tag : tag;
+            const uint2 x = q < COUNT && plain ? load_now2(plain + 4 * q) : make_uint2(0, 0);
+            next[u] = make_uint4(x.x, at_first, x.y, at_first);
+        }
+        ask(next, e);
+    };
+    ask_first(threadIdx.x);
     #pragma unroll 1
     for (int first = 0; first < ALL; first += THREADS * taken) {  // the same number of times for every thread
         const int e = first + threadIdx.x;
         uint4 got[taken];
-        auto ask = [&]() {
-            #pragma unroll
-            for (int u = 0; u < taken; u++)
-                if (is_late(got[u], tag)) got[u] = load_now4(in + 2 * (e + u * THREADS));
-        };
         #pragma unroll
-        for (int u = 0; u < taken; u++) {
-            const int q = e + u * THREADS;
-            const u32 at_first = q < QUADS && !plain ? ~tag : tag;
-            const uint2 x = q < QUADS && plain ? load_now2(plain + 4 * q) : make_uint2(0, 0);
-            got[u] = make_uint4(x.x, at_first, x.y, at_first);
-        }
-        ask();
+        for (int u = 0; u < taken; u++) got[u] = next[u];
+        if (taken * THREADS < ALL) ask_first(e + THREADS * taken);
         ahead(e);
         for (int tries = 0;; tries++) {
             bool late = false;
@@ -289,7 +299,7 @@ INLINE void take_inputs(Step& s, const uint2* in, const u16* plain, const u32 ta
             for (int u = 0; u < taken; u++) late |= is_late(got[u], tag);
             if (!__any_sync(~0u, late)) break;
             look_again(tries);
-            ask();
+            ask(got, e);
         }
         uint2 x[taken];
         #pragma unroll
@@ -304,7 +314,7 @@ INLINE void take_inputs(Step& s, const uint2* in, const u16* plain, const u32 ta
     if (s.lane == 0) s.squares[s.warp] = square;
 }
 
-// part[row * slices + slice] = the sums of all rows of this block's share, with x from words of this tag or `plain` numbers.
+// part[slice * rows + row] = the sums of all rows of this block's share, with x from words of this tag or `plain` numbers.
 template <int kind> INLINE void multiply_dense(Step& s, const uint2* in, const u16* plain, const u32 tag, const void* norm,
                                                const int rows, u64* const stamps) {
     constexpr bool bytes = coded(kind), normed = has_norm(kind);
@@ -376,44 +386,64 @@ template <int kind> INLINE void multiply_dense(Step& s, const uint2* in, const u
         inputs = add_lanes(inputs, 32);
         if (s.lane == 0 && s.warp < slices) s.inputs[slice] = inputs;
     }
-    #pragma unroll 1
-    for (int row = s.warp >> log; row < rows; row += WARPS >> log) {
-        const char* const piece = s.ring + s.slots.await();
+    auto multiply_rows = [&](const int row, auto together) {
+        constexpr int num = decltype(together)::kind;
         // All loads first, without branches: one must not wait for the sums of another. What lies behind a shorter piece is
         // older weights or zeros, and x is 0 there.
-        uint4 got[pieces];
+        uint4 got[num][pieces];
         #pragma unroll
-        for (int p = 0; p < pieces; p++) {
-            got[p] = make_uint4(0, 0, 0, 0);
-            if (!CHUNKED || (p * 32 + s.lane) * each < part) got[p] = *(const uint4*)(piece + (p * 32 + s.lane) * 16);
-        }
-        s.slots.free(s.lane);
-        float sum[pieces];
-        #pragma unroll
-        for (int p = 0; p < pieces; p++) {
-            sum[p] = 0.f;
-#if CHUNKED && HEAD == 2
-            const u32 words[4] = {got[p].x, got[p].y, got[p].z, got[p].w};
-            int sum_high = 0, sum_low = 0;
+        for (int r = 0; r < num; r++) {
+            const char* const piece = s.ring + s.slots.await();
             #pragma unroll
-            for (int i = 0; i < 4; i++) {  // codes less 128
-                const int codes = (int)(words[i] ^ 0x80808080u);
-                sum_high = __dp4a(codes, (int)high[p][i], sum_high), sum_low = __dp4a(codes, (int)low[p][i], sum_low);
+            for (int p = 0; p < pieces; p++) {
+                got[r][p] = make_uint4(0, 0, 0, 0);
+                if (!CHUNKED || (p * 32 + s.lane) * each < part) got[r][p] = *(const uint4*)(piece + (p * 32 + s.lane) * 16);
             }
-            sum[p] = ((float)sum_high + (float)sum_low * (1.f / LOW_UNITS)) * unit[p];
-#else
-            float w[8];
-            eight(w, got[p]);
-            #pragma unroll
-            for (int i = 0; i < 8; i++) sum[p] += w[i] * x[p][i];
-#endif
+            s.slots.free(s.lane);
         }
+        float sum[num][pieces];
+        #pragma unroll
+        for (int r = 0; r < num; r++)
+            #pragma unroll
+            for (int p = 0; p < pieces; p++) {
+                sum[r][p] = 0.f;
+#if CHUNKED && HEAD == 2
+                const u32 words[4] = {got[r][p].x, got[r][p].y, got[r][p].z, got[r][p].w};
+                int sum_high = 0, sum_low = 0;
+                #pragma unroll
+                for (int i = 0; i < 4; i++) {  // codes less 128
+                    const int codes = (int)(words[i] ^ 0x80808080u);
+                    sum_high = __dp4a(codes, (int)high[p][i], sum_high), sum_low = __dp4a(codes, (int)low[p][i], sum_low);
+                }
+                sum[r][p] = ((float)sum_high + (float)sum_low * (1.f / LOW_UNITS)) * unit[p];
+#else
+                float w[8];
+                eight(w, got[r][p]);
+                #pragma unroll
+                for (int i = 0; i < 8; i++) sum[r][p] += w[i] * x[p][i];
+#endif
+            }
         #pragma unroll
         for (int apart = 1; apart < pieces; apart *= 2)
             #pragma unroll
-            for (int p = 0; p + apart < pieces; p += 2 * apart) sum[p] += sum[p + apart];
-        const float total = add_lanes(sum[0], 32);
-        if (s.lane == 0) s.part[row * slices + slice] = total;
+            for (int n = 0; n < num * pieces; n++)
+                if (n % pieces % (2 * apart) == 0 && n % pieces + apart < pieces) sum[n / pieces][n % pieces] += sum[n / pieces][n % pieces + apart];
+        #pragma unroll
+        for (int i = 1; i < 32; i *= 2)
+            #pragma unroll
+            for (int r = 0; r < num; r++) sum[r][0] += __shfl_xor_sync(~0u, sum[r][0], i);
+        #pragma unroll
+        for (int r = 0; r < num; r++)
+            if (s.lane == 0) s.part[slice * rows + row + r * (WARPS >> log)] = sum[r][0];
+    };
+    // Short rows are multiplied side by side, as many as a warp has, up to three: registers suffice for them.
+    constexpr int apart = WARPS >> log, most_rows = 2 * (outputs_of(kind) / 2 / BLOCKS + 1) * (kind == Up ? 2 : 1);
+    constexpr int at_once = bytes || pieces > 4 ? 1 : least(3, (most_rows + apart - 1) / apart);
+    #pragma unroll 1
+    for (int row = s.warp >> log; row < rows;) {
+        if (at_once == 3 && row + 2 * apart < rows) multiply_rows(row, Part<3>()), row += 3 * apart;
+        else if (at_once >= 2 && row + apart < rows) multiply_rows(row, Part<2>()), row += 2 * apart;
+        else multiply_rows(row, Part<1>()), row += apart;
     }
 }
 
@@ -426,7 +456,7 @@ template <int kind> INLINE void multiply_chunks(Step& s, const uint2* in, const 
     constexpr int taken = taken_of(chunks * 32);
     static_assert(run * CHUNK <= SLOT, "slots are too small");
     char* const x_s = (char*)s.x_s;
-    float4* const sums = (float4*)(x_s + X_SUMS);  // of a group: the sum of its high digits, what one is worth, the same for low
+    float2* const sums = (float2*)(x_s + X_SUMS);  // of a group: its sum, and what a high digit is worth
     u32 by[taken][2 * (1 + NORM32)];  // weights of the norm for inputs that are taken, which no block writes
     auto load_norm = [&](const int e) {
         #pragma unroll
@@ -490,90 +520,128 @@ template <int kind> INLINE void multiply_chunks(Step& s, const uint2* in, const 
             for (int u = 0; u < taken; u++) {
                 const float unit = Digits(most[u]).unit;
                 if (whole || e + u * THREADS < chunks * 32)
-                    sums[(e + u * THREADS) / (GROUP / 4)] = {(float)((sum[u] + 0x8000) >> 16), unit, (float)(short)sum[u], unit * (1.f / LOW_UNITS)};
+                    sums[(e + u * THREADS) / (GROUP / 4)] = {unit * ((float)((sum[u] + 0x8000) >> 16) + (float)(short)sum[u] * (1.f / LOW_UNITS)), unit};
             }
         }
     });
     meet();
     STAMP(1);
-    const int slice = s.warp & (slices - 1), g = s.lane >> 2, t = s.lane & 3;
-    const char* const x_column = x_s + (g < 4 ? 0 : 64) + t * 16;
-    const float2* const of = (const float2*)sums + (t >> 1);  // lanes of odd t repeat those of even t
+    // A product has eight columns, two for each chunk of a piece: its high digits and its low ones. So a lane holds inputs of one
+    // chunk only, all chunks' codes are multiplied with all of them, and lane t then keeps the sums of chunk t, which it scales.
+    const int slice = s.warp & (slices - 1), g = s.lane >> 2, t = s.lane & 3, own = t % run;
+    const char* const x_column = x_s + g / 2 % run * (2 * X_GROUP) + g % 2 * 64 + t * 16;
+    constexpr bool once = chunks == run * slices;  // a warp has the same inputs for all rows
     const int each = (chunks / run - slice + slices - 1) >> log;  // pieces of a tile
-    int tile = s.warp >> log;
-    const int all = tile < rows / 16 ? ((rows / 16 - tile - 1) / (WARPS >> log) + 1) * each : 0;
+    int tile = s.warp >> log, c0 = slice * run;
+    int left = tile < rows / 16 ? ((rows / 16 - tile - 1) / (WARPS >> log) + 1) * each : 0;
     float acc[2] = {0.f, 0.f};
-    int c0 = slice * run;
-    #pragma unroll 1
-    for (int left = all; left > 0; left--) {
-        u32 x[run][8], w[run][NW], grid[run][NG][2];
+    struct Inputs { u32 x[8]; float2 digit[NG]; };
+    struct Weights { u32 w[run][NW], grid[NG][2]; };
+    auto load_inputs = [&](Inputs& of) {
         #pragma unroll
-        for (int n = 0; n < run * 2; n++) {
+        for (int n = 0; n < 2; n++) {
             const uint4 v = *(const uint4*)(x_column + (c0 * 2 + n) * X_GROUP);
-            u32* const to = x[n / 2] + n % 2 * 4;
-            to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
+            of.x[n * 4] = v.x, of.x[n * 4 + 1] = v.y, of.x[n * 4 + 2] = v.z, of.x[n * 4 + 3] = v.w;
         }
+        #pragma unroll
+        for (int q = 0; q < NG; q++) of.digit[q] = sums[(c0 + own) * NG + q];
+    };
+    auto load_weights = [&](Weights& of) {
         const char* const piece = s.ring + s.slots.await();
         #pragma unroll
-        for (int n = 0; n < run; n++) {
-            load_words(w[n], piece + n * CHUNK, s.lane);
-            #pragma unroll
-            for (int q = 0; q < NG * 2; q++)
-                grid[n][q / 2][q % 2] = *(const u32*)(piece + n * CHUNK + CODES + q / 2 * 64 + g * 4 + q % 2 * 32);
-        }
-        s.slots.free(s.lane);
+        for (int n = 0; n < run; n++) load_words(of.w[n], piece + n * CHUNK, s.lane);
         #pragma unroll
-        for (int nq = 0; nq < run * NG; nq++) {
-            const int n = nq / NG, q = nq % NG;
-            int sum[4] = {0x4b400000, 0x4b400000, 0x4b400000, 0x4b400000};
+        for (int q = 0; q < NG * 2; q++) of.grid[q / 2][q % 2] = *(const u32*)(piece + own * CHUNK + CODES + q / 2 * 64 + g * 4 + q % 2 * 32);
+        s.slots.free(s.lane);
+    };
+    Inputs inputs;
+    load_inputs(inputs);
+    auto multiply_piece = [&](const Weights& of) {
+        #pragma unroll
+        for (int q = 0; q < NG; q++) {
+            int sum[run][4];
             #pragma unroll
-            for (int i = q * (4 / NG); i < (q + 1) * (4 / NG); i++) {  // 32 inputs
-                u32 a[4];
-                code_bytes(a, w[n], i);
-                mma_bytes(sum, a, x[n][2 * i], x[n][2 * i + 1]);
+            for (int n = 0; n < run; n++) {
+                sum[n][0] = sum[n][1] = sum[n][2] = sum[n][3] = 0x4b400000;
+                #pragma unroll
+                for (int i = q * (4 / NG); i < (q + 1) * (4 / NG); i++) {  // 32 inputs
+                    u32 a[4];
+                    code_bytes(a, of.w[n], i);
+                    mma_bytes(sum[n], a, inputs.x[2 * i], inputs.x[2 * i + 1]);
+                }
             }
-            const float2 digit = of[(c0 * NG + nq) * 2];
             #pragma unroll
             for (int h = 0; h < 2; h++) {
-                const float zero = high_half_float(grid[n][q][h]) * (h ? BYTE_RS : 1);
-                acc[h] += scale_float(grid[n][q][h]) * digit.y * (__int_as_float(sum[2 * h]) - (zero * digit.x + SHIFTED));
+                int high = sum[0][2 * h], low = sum[0][2 * h + 1];
+                #pragma unroll
+                for (int n = 1; n < run; n++) high = own == n ? sum[n][2 * h] : high, low = own == n ? sum[n][2 * h + 1] : low;
+                const float both = (__int_as_float(low) - SHIFTED) * (1.f / LOW_UNITS) + (__int_as_float(high) - SHIFTED);
+                const float zero = high_half_float(of.grid[q][h]) * (h ? BYTE_RS : 1);
+                acc[h] += scale_float(of.grid[q][h]) * (both * inputs.digit[q].y - zero * inputs.digit[q].x);
             }
         }
-        if ((c0 += slices * run) < chunks) continue;
-        #pragma unroll
-        for (int h = 0; h < 2; h++) {
-            const float both = acc[h] + __shfl_xor_sync(~0u, acc[h], 2);
-            if (t == 0) s.part[(tile * 16 + g + 8 * h) * slices + slice] = h ? both * (1.f / BYTE_RS) : both;
-            acc[h] = 0.f;
+        if (!once) {
+            const bool ends = (c0 += slices * run) >= chunks;
+            if (ends) c0 = slice * run;
+            load_inputs(inputs);
+            if (!ends) return;
         }
-        c0 = slice * run, tile += WARPS >> log;
+        // Over the chunks of a piece: lanes of even t get row g, those of odd t row g + 8.
+        float total = t % 2 ? acc[1] * (1.f / BYTE_RS) : acc[0];
+        if (run > 1) total += __shfl_xor_sync(~0u, t % 2 ? acc[0] : acc[1] * (1.f / BYTE_RS), 1);
+        if (run > 2) total += __shfl_xor_sync(~0u, total, 2);
+        if (t < 2) s.part[slice * rows + tile * 16 + g + 8 * t] = total;
+        acc[0] = acc[1] = 0.f, tile += WARPS >> log;
+    };
+    if (left == 0) return;
+    Weights even;
+#if PIECES_AHEAD
+    Weights odd = {};  // written before all else, or its registers would be in use from layer to layer
+    load_weights(even);
+    #pragma unroll 1
+    for (;;) {  // the next piece is on its way to registers while one is multiplied
+        if (left > 1) load_weights(odd);
+        multiply_piece(even);
+        if (--left == 0) break;
+        if (left > 1) load_weights(even);
+        multiply_piece(odd);
+        if (--left == 0) break;
     }
+#else
+    #pragma unroll 1
+    for (; left > 0; left--) {
+        load_weights(even);
+        multiply_piece(even);
+    }
+#endif
 }
 #endif
 
-// `in`: words with the tag `in_tag`, or `plain` numbers. `residual`: of this thread's two outputs; they become the sums.
-template <int kind> INLINE void product(Step& s, const uint2* in, const u16* plain, const u32 in_tag, const void* norm,
-                                        const u16* bias, uint2* out, const u32 tag, float* logits, float* residual) {
-    constexpr int slices = 1 << log_slices(kind);
-    constexpr bool adds = kind == Output || kind == Down;
-    const Share mine = share_of(kind);
-    const int t = threadIdx.x, rows = mine.count * (kind == Up ? 2 : 1);
-    u64* const stamps = s.stamps;
-    STAMP(0);
-    if (mine.count == 0) return;
-    float added[2][2] = {{0.f, 0.f}, {0.f, 0.f}};  // biases, of gate and up
-    auto load_bias = [&](const int e) {
-        if (!bias || e >= mine.count) return;
-        for (int n = 0; n < (kind == Up ? 2 : 1); n++) {
-            const u32 pair = *(const u32*)(bias + n * D_FF + mine.first + e);
+struct Biases {  // of a thread's two outputs, of gate and up
+    float added[2][2];
+    const u16* from;
+    INLINE void load(const Share mine, const int e, const bool gated) {
+        if (!from || e >= mine.count) return;
+        for (int n = 0; n < (gated ? 2 : 1); n++) {
+            const u32 pair = *(const u32*)(from + n * D_FF + mine.first + e);
             added[n][0] = widen_low(pair), added[n][1] = widen_high(pair);
         }
-    };
-    load_bias(t * 2);
+    }
+};
+// Sums of a share's rows. `in`: words with the tag `in_tag`, or `plain` numbers.
+template <int kind> INLINE void multiply(Step& s, const uint2* in, const u16* plain, const u32 in_tag, const void* norm, const int rows) {
+    u64* const stamps = s.stamps;
 #if CHUNKED
     if constexpr (chunked(kind)) multiply_chunks<kind>(s, in, plain, in_tag, norm, rows, stamps);
 #endif
     if constexpr (!chunked(kind)) multiply_dense<kind>(s, in, plain, in_tag, norm, rows, stamps);
+}
+// Outputs from the sums. `residual`: of this thread's two outputs; they become the sums.
+template <int kind> INLINE void write_outputs(Step& s, const Share mine, Biases& biases, uint2* out, const u32 tag, float* logits, float* residual) {
+    constexpr int slices = 1 << log_slices(kind);
+    constexpr bool adds = kind == Output || kind == Down;
+    const int t = threadIdx.x;
+    u64* const stamps = s.stamps;
     meet();
     STAMP(2);
     float scale = 1.f;
@@ -583,20 +651,21 @@ template <int kind> INLINE void product(Step& s, const uint2* in, const u16* pla
         for (int w = 0; w < WARPS; w++) all += s.squares[w];
         scale = root(all * (1.f / D_MODEL) + s.eps);
     }
-    auto total_of = [&](const int row) {
-        float all = 0.f;
+    const int rows = mine.count * (kind == Up ? 2 : 1);
+    auto totals_of = [&](float* to, const int row, const float* added) {  // of two rows
+        float2 all = {0.f, 0.f};
         #pragma unroll
-        for (int n = 0; n < slices; n++) all += s.part[row * slices + n];
-        return all * scale;
+        for (int n = 0; n < slices; n++) {
+            const float2 some = *(const float2*)(s.part + n * rows + row);
+            all.x += some.x, all.y += some.y;
+        }
+        to[0] = all.x * scale + added[0], to[1] = all.y * scale + added[1];
     };
     #pragma unroll 1
     for (int e = t * 2; e < mine.count; e += THREADS * 2) {
-        float v[2], up[2];
-        #pragma unroll
-        for (int i = 0; i < 2; i++) {  // all sums before the first is used: they are read side by side
-            v[i] = total_of(e + i) + added[0][i];
-            up[i] = kind == Up ? total_of(mine.count + e + i) + added[1][i] : 0.f;
-        }
+        float v[2], up[2] = {0.f, 0.f};  // all sums before the first is used: they are read side by side
+        totals_of(v, e, biases.added[0]);
+        if (kind == Up) totals_of(up, mine.count + e, biases.added[1]);
         #pragma unroll
         for (int i = 0; i < 2; i++) {
             if (kind == Up) v[i] *= inverse(1.f + __expf(-v[i])) * up[i];
@@ -618,7 +687,7 @@ template <int kind> INLINE void product(Step& s, const uint2* in, const u16* pla
             if (adds) residual[0] = widen_low(pair), residual[1] = widen_high(pair);
             store_now2(out + (mine.first + e) / 2, pair, tag);
         }
-        load_bias(e + THREADS * 2);
+        biases.load(mine, e + THREADS * 2, kind == Up);
     }
     STAMP(3);
 }
@@ -668,6 +737,15 @@ INLINE void ask_for_all_keys(const Layer* layers, const int num_layers, const vo
         else ask_for_keys<SHARED>(layers[l], table, position, EARLY_KEYS, lane);
     }
 }
+// The key that a thread takes as its `n`th.
+template <int AHEAD> INLINE int key_at(const int round, const int n, const int warp, const int lane) { return ((round * AHEAD + n) * WARPS + warp) * KEYS_OF + lane / LANES; }
+// Pieces of 16 bytes in front of a thread's first keys; they are the same in all layers. Behind the last key: those of the last, so
+// that no load needs a condition.
+INLINE void find_places(u32* places, const Keys& mine, const int* table, const int warp, const int lane) {
+    #pragma unroll
+    for (int n = 0; n < KEYS_AHEAD; n++)
+        if (mine.count > 0) places[n] = mine.place_of(table, mine.first + min(key_at<KEYS_AHEAD>(0, n, warp, lane), mine.count - 1)) / 8 + lane % LANES;
+}
 // AHEAD: pieces of keys and values that a thread asks for before q is there.
 template <int H, int AHEAD> INLINE void attend(Step& s, const Layer& layer, uint2* words, const u32 tag, const int* table,
                                                const int position, const bool live, const float scale, const float head_eps) {
@@ -690,7 +768,7 @@ template <int H, int AHEAD> INLINE void attend(Step& s, const Layer& layer, uint
     int pages[AHEAD] = {};  // of the keys that are fetched next: their loads must not wait for loads of their places
     const int rounds = (mine + AHEAD * WARPS * KEYS_OF - 1) / (AHEAD * WARPS * KEYS_OF);
     const u16 *const keys_at = layer.keys + group * DIM + piece * 8, *const values_at = layer.values + group * DIM + piece * 8;
-    auto key_at = [&](const int round, const int n) { return ((round * AHEAD + n) * WARPS + s.warp) * KEYS_OF + of_warp; };
+    auto key_at = [&](const int round, const int n) { return ::key_at<AHEAD>(round, n, s.warp, s.lane); };
     auto look_up = [&](const int round) {
         #pragma unroll
         for (int n = 0; n < AHEAD; n++) pages[n] = key_at(round, n) < mine ? table[(u32)(first + key_at(round, n)) / PAGE] : 0;
@@ -704,8 +782,19 @@ template <int H, int AHEAD> INLINE void attend(Step& s, const Layer& layer, uint
         }
         if (round + 1 < rounds) look_up(round + 1);
     };
-    look_up(0);
-    fetch(0);
+    if (AHEAD < KEYS_AHEAD || layer.window) look_up(0), fetch(0);  // places are those of KEYS_AHEAD
+    else {
+        #pragma unroll
+        for (int n = 0; n < AHEAD; n++) keys[n] = values[n] = make_uint4(0, 0, 0, 0);
+        if (mine > 0) {
+            u32 places[AHEAD];
+            #pragma unroll
+            for (int n = 0; n < AHEAD; n += 4) *(uint4*)(places + n) = *(const uint4*)(s.places + t * AHEAD + n);
+            #pragma unroll
+            for (int n = 0; n < AHEAD; n++) keys[n] = load_late(layer.keys + (u64)places[n] * 8), values[n] = load_late(layer.values + (u64)places[n] * 8);
+        }
+        if (rounds > 1) look_up(1);
+    }
     constexpr int halves = (DIM / 4 + 31) / 32;  // words of half a head, of a lane
     const float* const turns = layer.turns + (u64)position * DIM;
     float cosine[halves][2], sine[halves][2];
@@ -775,14 +864,16 @@ template <int H, int AHEAD> INLINE void attend(Step& s, const Layer& layer, uint
     // ---- softmax(q keys^T) values: LANES lanes keep a softmax of their own -------------------------------------------
     float peak[H], total[H], acc[H][8];
     const bool has_own = share == 0 && s.warp == 0 && of_warp == 0;
+    const float4 *const own_key = (const float4*)(own_s + piece * 8), *const own_value = (const float4*)(own_s + DIM + piece * 8);
     #pragma unroll
     for (int h = 0; h < H; h++) {
         float score = 0.f;
         #pragma unroll
-        for (int i = 0; i < 8; i++) {
-            const int dim = piece * 8 + i;
-            score += share == 0 ? q_s[h * DIM + dim] * own_s[dim] : 0.f;
-            acc[h][i] = has_own ? own_s[DIM + dim] : 0.f;
+        for (int i = 0; i < 2; i++) {  // of other shares this is anything, and not used
+            const float4 q = ((const float4*)(q_s + h * DIM + piece * 8))[i], k = own_key[i], v = own_value[i];
+            score += q.x * k.x + q.y * k.y + q.z * k.z + q.w * k.w;
+            acc[h][4 * i] = has_own ? v.x : 0.f, acc[h][4 * i + 1] = has_own ? v.y : 0.f;
+            acc[h][4 * i + 2] = has_own ? v.z : 0.f, acc[h][4 * i + 3] = has_own ? v.w : 0.f;
         }
         score = add_lanes(score, LANES);
         peak[h] = has_own ? score : LEAST, total[h] = has_own ? 1.f : 0.f;
@@ -912,7 +1003,7 @@ template <int H, int AHEAD> INLINE void attend(Step& s, const Layer& layer, uint
     STAMP(3);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS + 64, 1) row_step(
+extern "C" __global__ void __launch_bounds__(THREADS + 32 + 32 * FILLERS, 1) row_step(
     const Layer* __restrict__ layers, const void* __restrict__ head, const u16* __restrict__ head_scale,
     const unsigned char* __restrict__ head_zero, const void* __restrict__ last_norm, const u16* x,
     void* result, uint2* words, u32* state, const int* tables, const int* tiles, u64* stamps, float eps,
@@ -925,8 +1016,10 @@ extern "C" __global__ void __launch_bounds__(THREADS + 64, 1) row_step(
     volatile int* const reached = (int*)(layers_s + num_layers);  // layers whose last product has begun
     Keys* const keys = (Keys*)(reached + 1);
     s.keys = keys;
-    s.x_s = (u32*)reached + 8;
+    s.places = (u32*)reached + 8;
+    s.x_s = s.places + THREADS * KEYS_AHEAD;
     static_assert(sizeof(Keys) <= 28, "");
+    static_assert(WARPS % FILLERS == 0, "a ring would have nobody who fills it");
     s.squares = (float*)((char*)s.x_s + X_BYTES);
     s.inputs = s.squares + WARPS;
     s.part = s.inputs + WARPS;
@@ -946,8 +1039,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + 64, 1) row_step(
 #endif
     if (threadIdx.x == 0) *reached = 0;
     __syncthreads();
-    if (warp == WARPS) {
-        fill_rings(layers_s, head, num_layers, lane, shared_address(smem), shared_address(bars));
+    if (warp == WARPS || warp == WARPS + 2) {
+        fill_rings(layers_s, head, num_layers, warp == WARPS ? 0 : WARPS / FILLERS, lane, shared_address(smem), shared_address(bars));
         return;
     }
 
@@ -965,6 +1058,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 64, 1) row_step(
         else keys->choose<SHARED>(at, 0);
     }
     meet();
+    if (HEADS <= BLOCKS && at <= SHORT_KEYS) find_places(s.places + threadIdx.x * KEYS_AHEAD, *keys, table, warp, lane);
     float residual[2] = {0.f, 0.f};
     const Share mine = share_of(Output);
     static_assert(D_MODEL / BLOCKS + 16 <= THREADS * 2, "a thread has two outputs at most that it adds to");
@@ -973,30 +1067,48 @@ extern "C" __global__ void __launch_bounds__(THREADS + 64, 1) row_step(
         residual[0] = widen_low(pair), residual[1] = widen_high(pair);
     }
     const u32 first_tag = step * (num_layers + 1);
-    auto run_part = [&](const int l, auto part) {
+    // `up` beside Part<Qkv>: q, k and v, or gate and up. The two have the same inputs, so their instructions are the same; fewer
+    // of them stay in the instruction cache from layer to layer.
+    auto run_part = [&](const int l, const bool up, auto part) {
         constexpr int kind = decltype(part)::kind;
         const Layer& layer = layers_s[kind == Head ? 0 : l];
-        const u32 tag = first_tag + l + 1, in_tag = kind == Qkv || kind == Head ? tag - 1 : tag;
+        const u32 tag = first_tag + l + 1;
         uint2* const here = words + (l & 1) * WORDS;
         const uint2* const before = words + (l & 1 ^ 1) * WORDS;
-        const uint2* const in = kind == Output ? here + ATTENDED_AT : kind == Up ? here + MIDDLE_AT : kind == Down ? here + GATED_AT : before + LAST_AT;
-        uint2* const out = here + (kind == Qkv ? QKV_AT : kind == Output ? MIDDLE_AT : kind == Up ? GATED_AT : LAST_AT);
-        const void* const norm = kind == Qkv ? layer.attn_norm : kind == Up ? layer.mlp_norm : kind == Head ? last_norm : nullptr;
-        const u16* const bias = kind == Head ? nullptr : layer.biases[kind & 3];
         auto stamp_at = [&](const int n) { s.stamps = stamps + ((u64)(l * 5 + n) * BLOCKS + blockIdx.x) * 4; };
-        stamp_at(kind == Head || kind == Qkv ? 0 : kind + 1);
+        stamp_at(kind == Head || kind == Qkv && !up ? 0 : up ? Up + 1 : kind + 1);
         if (kind == Down && threadIdx.x == 0) *reached = l + 1;
-        product<kind>(s, in, kind == Qkv && l == 0 ? x : nullptr, in_tag, norm, bias, out, tag, (float*)result, residual);
+        const bool first = kind == Qkv && !up;  // of a layer
+        const Share mine = up ? share_of(Up) : share_of(kind);
+        Biases biases = {{}, kind == Head ? nullptr : layer.biases[up ? Up : kind & 3]};
+        {
+            u64* const stamps = s.stamps;
+            STAMP(0);
+        }
+        if (mine.count) {
+            biases.load(mine, threadIdx.x * 2, up);
+            const uint2* const in = kind == Output ? here + ATTENDED_AT : up ? here + MIDDLE_AT : kind == Down ? here + GATED_AT : before + LAST_AT;
+            const void* const norm = up ? layer.mlp_norm : kind == Qkv ? layer.attn_norm : kind == Head ? last_norm : nullptr;
+            multiply<kind == Qkv ? Up : kind>(s, in, first && l == 0 ? x : nullptr, first || kind == Head ? tag - 1 : tag, norm, mine.count << up);
+            if (kind == Qkv && up) write_outputs<Up>(s, mine, biases, here + GATED_AT, tag, nullptr, residual);
+            else write_outputs<kind>(s, mine, biases, here + (kind == Qkv ? QKV_AT : kind == Output ? MIDDLE_AT : LAST_AT), tag, (float*)result, residual);
+        }
+        if (!first) return;
         stamp_at(1);
-        if (kind == Qkv && by_head(layer, at)) attend<1, KEYS_AHEAD>(s, layer, here, tag, table, at, live, scale, head_eps);
-        else if (kind == Qkv) attend<SHARED, 2>(s, layer, here, tag, table, at, live, scale, head_eps);
+        if (by_head(layer, at)) attend<1, KEYS_AHEAD>(s, layer, here, tag, table, at, live, scale, head_eps);
+        else attend<SHARED, 2>(s, layer, here, tag, table, at, live, scale, head_eps);
     };
     #pragma unroll 1
-    for (int l = 0; l < num_layers; l++) run_part(l, Part<Qkv>()), run_part(l, Part<Output>()), run_part(l, Part<Up>()), run_part(l, Part<Down>());
+    for (int n = 0; n < 2 * num_layers; n++) {
+        const int l = n >> 1;
+        run_part(l, n & 1, Part<Qkv>());
+        if (n & 1) run_part(l, false, Part<Down>());
+        else run_part(l, false, Part<Output>());
+    }
 #if HEAD
     s.eps = last_eps;
     launch_dependents();
-    run_part(num_layers, Part<Head>());
+    run_part(num_layers, false, Part<Head>());
 #endif
 #if !HEAD
     launch_dependents();

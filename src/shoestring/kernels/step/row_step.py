@@ -35,6 +35,7 @@ from shoestring.kernels.lowbit.lowbit_linear import chunks_usable
 from shoestring.kernels.runtime.nvrtc import SOURCES, Kernel, compile_kernel, cuda_source, pointer
 
 LAYER_WORDS = 16  # of 8 bytes, as in the source
+KEYS_AHEAD = 8  # as in the source
 STAMPS = ("asked", "input", "multiplied", "written")  # times of a block in each part of a layer
 PARTS = ("q, k, v", "attention", "output", "gate, up", "down")
 
@@ -132,6 +133,9 @@ class RowStepPlan:
     dependent: int = 1  # 1: started while the kernel before drains
     cooperative: int = 1  # 1: all blocks are placed at once
     watched: int = 4096  # inputs from which on one warp looks for them before all others do
+    quads: int = 16  # times four inputs that a thread takes at once, at most
+    ahead: int = 0  # 1: the next piece of packed weights is read into registers while one is multiplied
+    fillers: int = 1  # warps that ask for weights, 1 or 2; one asks for a piece every 140 clocks
     run: int = 4  # chunks of a piece of packed weights, at most
     flight: int = 8192  # bytes of a warp's ring that are on their way at once; more delay what the SMs exchange
 
@@ -196,12 +200,13 @@ class RowStepPlan:
         widest = max(shape.widths)
         x_bytes = 2 * widest
         if shape.layout is not None:
-            x_bytes = ceil_div(widest, CHUNK_WIDTH) * (2 * 144 + 16 * CHUNK_WIDTH // shape.layout.group)
+            x_bytes = ceil_div(widest, CHUNK_WIDTH) * (2 * 144 + 8 * CHUNK_WIDTH // shape.layout.group)
         shared = shape.num_heads // shape.num_groups
         queries = 4 * (shared + 2) * shape.head_dim
         product = max(x_bytes, queries) + 4 * (2 * self.warps + max(sums))
         attention = queries + 4 * self.warps * shared * (shape.head_dim + 2)
-        return 8 * LAYER_WORDS * shape.num_layers + 32 + max(product, attention)
+        places = 4 * KEYS_AHEAD * 32 * self.warps
+        return 8 * LAYER_WORDS * shape.num_layers + 32 + places + max(product, attention)
 
     def slots(self, shape: StepShape, limits: DeviceLimits) -> int:
         """Pieces in a warp's ring: as many as fit."""
@@ -239,7 +244,8 @@ def unusable(shape: StepShape, plan: RowStepPlan, limits: DeviceLimits = H200) -
     return None if plan.slots(shape, limits) >= 3 else "shared memory for fewer than three pieces of a warp"
 
 
-# Plans that `python -m benchmarks.decode_timeline` measured, for steps that are faster in one kernel.
+# A model's sizes and format have a plan where `python -m benchmarks.decode_timeline --variants` found the step faster
+# in one kernel than kernel by kernel, in one run: the plan of the fastest variant.
 PLANS = PlanTable("row_step", RowStepPlan, shipped=SOURCES / "step" / "row_step_plans.json")
 
 
@@ -294,6 +300,7 @@ def row_step_macros(shape: StepShape, plan: RowStepPlan, limits: DeviceLimits, s
         chunked = {
             **shape.layout.macros(shape.dtype),
             "RUN": plan.chunk_run(shape),
+            "PIECES_AHEAD": plan.ahead,
             **dict(zip(("LOG_MODEL", "LOG_ATTENDED", "LOG_INNER"), logs, strict=True)),
         }
     return {
@@ -325,6 +332,8 @@ def row_step_macros(shape: StepShape, plan: RowStepPlan, limits: DeviceLimits, s
         "EARLY_KEYS": plan.early_keys,
         "SPIN": plan.spin,
         "WATCHED": plan.watched,
+        "QUADS": plan.quads,
+        "FILLERS": plan.fillers,
         "STAMPS": int(stamps),
     }
 
@@ -411,7 +420,7 @@ class RowStep:
         )  # fmt: skip
         self._kernel.launch(
             (self._blocks, 1, 1),
-            32 * (self.plan.warps + 2),
+            32 * (self.plan.warps + 1 + self.plan.fillers),
             self._shared,
             (
                 *map(pointer, pointers),
