@@ -6,8 +6,11 @@ import hashlib
 import os
 import subprocess
 import sys
+import threading
+import time
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -98,6 +101,55 @@ def test_links_and_pipes_are_not_followed(folder: Path, tmp_path: Path) -> None:
     os.mkfifo(path, 0o600)
     with pytest.warns(UserWarning, match="is not a plain file"):
         assert cached_code("k", ".so", lambda: b"code") == b"code"
+
+
+def test_who_comes_while_another_compiles_waits_for_it_and_reads_its_code(folder: Path) -> None:
+    begun, go_on, made = threading.Event(), threading.Event(), []
+
+    def compile() -> bytes:
+        made.append(1)
+        begun.set()
+        assert go_on.wait(30)
+        return b"code"
+
+    with ThreadPoolExecutor(4) as pool:  # a lock of files keeps threads apart, too
+        first = pool.submit(cached_code, "k", ".so", compile)
+        assert begun.wait(30)
+        others = [pool.submit(cached_code, "k", ".so", compile) for _ in range(3)]
+        assert cached_code("other", ".so", lambda: b"more") == b"more"  # other code does not wait
+        time.sleep(3 * compiled_cache.POLL_S)
+        assert not any(f.done() for f in (first, *others))
+        go_on.set()
+        assert [f.result(30) for f in (first, *others)] == [b"code"] * 4
+    assert len(made) == 1 and {p.suffix for p in folder.iterdir()} == {".so"}
+
+
+COMPILE_FOR_EVER = """
+import time
+from shoestring.kernels.runtime.compiled_cache import cached_code
+cached_code("k", ".so", lambda: print("begun", flush=True) or time.sleep(300))
+"""
+
+
+def test_who_compiles_and_is_killed_or_stuck_holds_nobody_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = subprocess.Popen([sys.executable, "-c", COMPILE_FOR_EVER], stdout=subprocess.PIPE, text=True)
+    try:
+        assert other.stdout is not None and other.stdout.readline() == "begun\n"
+        monkeypatch.setattr(compiled_cache, "MOST_WAIT_S", 0.1)
+        assert cached_code("k", ".so", lambda: b"code") == b"code"  # it is stuck
+        the_code = next(p for p in folder.iterdir() if p.suffix == ".so")
+        the_code.unlink()
+        monkeypatch.setattr(compiled_cache, "MOST_WAIT_S", 300.0)
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(cached_code, "k", ".so", lambda: b"mine")
+            time.sleep(3 * compiled_cache.POLL_S)
+            assert not waiting.done()
+            other.kill()
+            assert waiting.result(30) == b"mine"
+        assert the_file(folder) == the_code
+    finally:
+        other.kill()
+        other.communicate()
 
 
 LOAD = """

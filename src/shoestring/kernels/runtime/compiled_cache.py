@@ -3,10 +3,12 @@
     code = cached_code(key, ".cubin", compile)     # the bytes; `compile()` makes them where there are none to trust
 
 A file begins with the digest of the rest, so that one which a full disk or a crash cut short is compiled anew.
-It appears whole or not at all. A digest does not stop a person who may write here, and machine
-code that such a person plants runs as this user. So what belongs to somebody else (root excepted), or what others may
-write to, is not used, and a warning says why. Such a file is replaced. Such a folder is neither read nor written: the
-code is compiled for this process alone.
+It appears whole or not at all. Processes that want the same code at the same time (the ranks of a host) compile it
+once: one of them compiles, the others wait for it and read its file.
+
+A digest does not stop a person who may write here, and machine code that such a person plants runs as this user. So
+what belongs to somebody else (root excepted), or what others may write to, is not used, and a warning says why. Such a
+file is replaced. Such a folder is neither read nor written: the code is compiled for this process alone.
 
 Callers get bytes, never a path: what was checked is what is loaded.
 """
@@ -14,19 +16,24 @@ Callers get bytes, never a path: what was checked is what is loaded.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import hashlib
 import os
 import stat
 import tempfile
+import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from shoestring.host.arena import lock_file
 from shoestring.paths import cache_folder
 
 DIGEST = hashlib.sha256().digest_size
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+MOST_WAIT_S = 150.0  # for another process that compiles; longer than a compiler of cpp.py may take
+POLL_S = 0.05
 
 
 def cached_code(key: str, suffix: str, compile: Callable[[], bytes]) -> bytes:
@@ -43,10 +50,37 @@ def cached_code(key: str, suffix: str, compile: Callable[[], bytes]) -> bytes:
     kept = _read(path)
     if kept is not None:
         return kept
-    code = compile()
-    with contextlib.suppress(OSError):  # kept for this process only
-        _write(path, code)
-    return code
+    with _one_at_a_time(path):
+        kept = _read(path)  # another process may have compiled it since
+        if kept is not None:
+            return kept
+        code = compile()
+        with contextlib.suppress(OSError):  # kept for this process only
+            _write(path, code)
+        return code
+
+
+@contextlib.contextmanager
+def _one_at_a_time(path: Path) -> Iterator[None]:
+    """Inside, no other process or thread compiles the same code. The system drops the lock of a process that is
+    killed. A process that waited for MOST_WAIT_S, or that cannot write a lock, goes on without it: compiling twice is
+    harmless."""
+    lock = path.with_name(path.name + ".lock")
+    deadline = time.monotonic() + MOST_WAIT_S
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(OSError):
+            _make_folder(path.parent)
+            while not (free := held.enter_context(lock_file(lock, fcntl.LOCK_EX))) and time.monotonic() < deadline:
+                held.close()
+                time.sleep(POLL_S)
+            if free:  # who has opened the old file, or makes a new one, finds the code
+                held.callback(_remove, lock)
+        yield
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink()
 
 
 def _refusal(folder: Path) -> str | None:
@@ -82,9 +116,13 @@ def _distrust(about: os.stat_result) -> str | None:
     return None
 
 
+def _make_folder(folder: Path) -> None:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)  # whatever the umask: the group must not write here
+
+
 def _write(path: Path, code: bytes) -> None:
-    path.parent.parent.mkdir(parents=True, exist_ok=True)
-    path.parent.mkdir(mode=0o700, exist_ok=True)  # whatever the umask: a group of colleagues is not this user
+    _make_folder(path.parent)
     handle, temporary = tempfile.mkstemp(dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
