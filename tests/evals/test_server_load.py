@@ -38,7 +38,7 @@ from shoestring.evals.server_load import (
 
 
 def test_no_server_is_started_for_nothing(command: Callable[..., str]) -> None:
-    assert "longer time" in command("bench", "serve", "nowhere", "--rate", "1e-9", "--seconds", "0.1", fails=True)
+    assert "more --seconds" in command("bench", "serve", "nowhere", "--rate", "1e-9", "--seconds", "0.1", fails=True)
     assert "slo_tpot=-1.0" in command("bench", "serve", "nowhere", "--slo-tpot", "-1", fails=True)
     assert "slo_ttft=nan" in command("bench", "serve", "nowhere", "--slo-ttft", "nan", fails=True)
 

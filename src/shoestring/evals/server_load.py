@@ -142,8 +142,10 @@ def _read_trace(path: Path) -> Iterator[Planned]:
                     yield Planned(_seconds(row[COLUMNS[0]]), int(row[COLUMNS[1]]), max(1, int(row[COLUMNS[2]])))
                 except (TypeError, ValueError):
                     raise UserError(f"line {number} of {path} is not a time and two numbers: {row}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read the trace {path}: {error}") from None
+    except OSError as error:
+        raise UserError(f"cannot read the trace {path}: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"the trace {path} is not UTF-8 text; it must be a CSV with {', '.join(COLUMNS)}") from None
 
 
 def _seconds(text: str) -> float:

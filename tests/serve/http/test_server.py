@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,9 +24,11 @@ from serving import running, wait_for  # noqa: E402
 from shoestring.errors import UserError  # noqa: E402
 from shoestring.model import save_model  # noqa: E402
 from shoestring.serve import Engine, Sampling  # noqa: E402
-from shoestring.serve.http.engine_client import OutputCollector  # noqa: E402
-from shoestring.serve.http.engine_messages import ChoiceDelta  # noqa: E402
+from shoestring.serve.engine.logit_rules import SamplingWithRules  # noqa: E402
+from shoestring.serve.http.engine_client import WAKE, EngineClient, OutputCollector  # noqa: E402
+from shoestring.serve.http.engine_messages import ChoiceDelta, EngineFacts, EngineSnapshot, PendingChoice, Report  # noqa: E402
 from shoestring.serve.http.engine_thread import kv_usage  # noqa: E402
+from shoestring.serve.http.responses import ENCODE, CompletionResponse  # noqa: E402
 from shoestring.serve.http.server import EngineStuck, ServeOptions, Service, listen, main  # noqa: E402
 from tiny import chat_tokenizer, served_model  # noqa: E402
 
@@ -251,6 +254,14 @@ def test_unread_text_is_merged_not_piled_up() -> None:
         first = await asyncio.wait_for(box.take(), 5)
         box.put(1, ChoiceDelta("x", (9,), finish_reason="stop"))
         second = await asyncio.wait_for(box.take(), 5)
+        reader = asyncio.ensure_future(box.take())
+        await asyncio.sleep(0)  # it waits
+        box.put(1, ("y", (8,)))
+        assert await asyncio.wait_for(reader, 5) == {1: ChoiceDelta("y", (8,), drafted=(False,))}
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(box.take(), 0.01)
+        box.remind()
+        assert await asyncio.wait_for(box.take(), 5) == {}
         box.close()
         return [first, second, await asyncio.wait_for(box.take(), 5)]
 
@@ -261,6 +272,53 @@ def test_unread_text_is_merged_not_piled_up() -> None:
         1: ChoiceDelta("135", (1, 3, 5), drafted=(False,) * 3),
     }
     assert second == {1: ChoiceDelta("x", (9,), finish_reason="stop")} and third is None
+
+
+def test_the_event_loop_looks_for_requests_between_the_events_of_many_texts() -> None:
+    order: list[Any] = []
+
+    async def read(number: int, box: OutputCollector) -> None:
+        for _ in range(2):
+            order.append((number, await box.take()))
+
+    async def serve() -> None:
+        facts = EngineFacts(300, 64, 16, (0,), True, 100, 100)
+        client = EngineClient(facts, SimpleNamespace(post=lambda _: None), chat_tokenizer(), EngineSnapshot())  # type: ignore[arg-type]
+        boxes = [OutputCollector() for _ in range(70)]
+        for box in boxes:
+            client.submit([PendingChoice([1], SamplingWithRules(stop=("x",)))], box)
+        readers = [asyncio.ensure_future(read(number, box)) for number, box in enumerate(boxes)]
+        await asyncio.sleep(0)
+        numbers = list(client._open)
+        client.receive(Report((numbers, ["a"] * 70, [5] * 70)))
+        asyncio.get_running_loop().call_soon(order.append, "a request")
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        client.receive(Report((numbers, ["b"] * 70, [6] * 70)))  # while some readers of the first still wait
+        await asyncio.wait_for(asyncio.gather(*(asyncio.wait({r}, timeout=0.2) for r in readers)), 5)
+        for reader in readers:
+            reader.cancel()
+
+    asyncio.run(serve())
+    assert order.index("a request") <= WAKE
+    found: dict[int, str] = {}
+    for number, told in filter(lambda one: one != "a request", order):
+        found[number] = found.get(number, "") + told[0].text
+    assert found == dict.fromkeys(range(70), "ab")
+
+
+@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize("usage", [False, True])
+def test_events_of_a_text_alone_are_the_bytes_that_the_library_writes(chat: bool, usage: bool) -> None:
+    made = CompletionResponse("a model", lambda _: b"", [[1]] * 2, None, 1, False, chat, include_usage=usage)
+    for text in ("first", 'a "quoted"\\ line\n\t\x00\x1f\x7f', "\u00e9\u2028\U0001f600", "</script>"):
+        delta = ChoiceDelta(text, (5,), drafted=(False,))
+        made.add(1, delta)
+        *_, told = made.chunks(1, delta)
+        head, choices = json.loads(told[6:]), {"delta": {"content": text}} if chat else {"text": text}
+        assert head["choices"] == [{"index": 1, **choices, "logprobs": None, "finish_reason": None}]
+        assert head.get("usage", "none") == (None if usage else "none")
+        assert told == f"data: {ENCODE(head)}\n\n"
 
 
 def test_the_number_of_texts_follows_the_machine_where_none_is_given() -> None:

@@ -317,9 +317,10 @@ class Api:
                         write = partial(response.chunks, index, delta)
                         chunks += await self._work(request, delta.size, write, "render")
                 silent = False
+                if response.done:  # with the last text: one write less
+                    chunks += response.last_chunks()
                 if chunks or not unread:
                     yield "".join(chunks) or ": waiting\n\n"
-            yield "".join(response.last_chunks())
         except Exception:
             log.exception("a stream broke")
             yield response.error_chunks(ApiError(500, "internal error; the server's log says more"))[0]

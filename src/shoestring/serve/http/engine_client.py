@@ -23,7 +23,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from itertools import chain
+from itertools import chain, islice
 from typing import NamedTuple, Protocol
 
 from shoestring.model.tokenizer import Tokenizer
@@ -40,6 +40,7 @@ from shoestring.serve.http.request_schema import ApiError
 
 OTHERS_SHARE = 4  # a 4th of the queue is kept for other clients than the one that fills it
 TAKE_SIZE = 4096  # entries that a reader gets at once, beside the first delta
+WAKE = 32  # readers that write their events before the event loop looks for new requests again
 Piece = tuple[str, tuple[int]]  # a text that gained one token: cheaper than a delta
 
 
@@ -75,39 +76,55 @@ def with_text(delta: ChoiceDelta, stream: TextStream) -> ChoiceDelta:
 
 
 class OutputCollector:
-    """What has come for one request; on one event loop."""
+    """What has come for one request; on one event loop, with one reader."""
 
     def __init__(self) -> None:
-        self._filled = asyncio.Event()
         self._unread: deque[tuple[int, ChoiceDelta | Piece]] = deque()
-        self._closed = self._reminded = False
+        self._filled = self._closed = False
+        self._waiter: asyncio.Future[None] | None = None  # of the reader; an asyncio.Event takes twice as long
 
     def put(self, index: int, part: ChoiceDelta | Piece) -> None:
+        self.add(index, part)
+        self.remind()
+
+    def add(self, index: int, part: ChoiceDelta | Piece) -> None:
+        """`put`, but the reader is woken later (`wake`)."""
         self._unread.append((index, part))
-        self._filled.set()
+
+    def wake(self) -> None:
+        """After `add`; a reader that has taken everything meanwhile is left alone."""
+        if self._unread:
+            self.remind()
 
     def remind(self) -> None:
-        """Wake the reader although nothing came: `take` returns {}."""
-        self._reminded = True
-        self._filled.set()
+        """Wake the reader; where nothing came, `take` returns {}."""
+        self._filled = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def close(self) -> None:
         """The reader is gone or must stop: `take` returns None from now on."""
         self._closed = True
-        self._filled.set()
+        self.remind()
 
     async def take(self) -> dict[int, ChoiceDelta] | None:
         """What is unread, by choice, up to TAKE_SIZE; waits for something."""
-        await self._filled.wait()
-        self._reminded = False
+        if not self._filled:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        if len(self._unread) == 1 and not self._closed:
+            index, (text, tokens, *more) = self._unread[0]
+            if not more:  # one token, which is the rule: nothing to merge
+                self._unread.clear()
+                self._filled = False
+                return {index: ChoiceDelta(text, tokens, drafted=(False,))}
         taken: dict[int, list[ChoiceDelta | Piece]] = {}
         size = 0
         while self._unread and size < TAKE_SIZE:
             index, part = self._unread.popleft()
             taken.setdefault(index, []).append(part)
             size += part.size if isinstance(part, ChoiceDelta) else 2
-        if not self._unread and not self._closed:
-            self._filled.clear()
+        self._filled = bool(self._unread) or self._closed
         if self._closed:
             return None
         if size >= TAKE_SIZE:
@@ -146,6 +163,8 @@ class EngineClient:
         self._ids = itertools.count()
         self._open: dict[int, Reader] = {}  # submitted and not ended
         self._num_open_of: Counter[str] = Counter()  # by client
+        self._to_wake: dict[OutputCollector, None] = {}  # in the order in which something came for them
+        self._waking = False  # the event loop will call `_wake_some`
         self._heard = 0.0  # when the engine last reported, or got something to do
 
     @property
@@ -222,13 +241,28 @@ class EngineClient:
                     del self._num_open_of[reader.client]
         self.alive = self.alive and not report.dead
         for reader, told in filled:
-            reader.collector.put(reader.choice, told)
+            reader.collector.add(reader.choice, told)
+            self._to_wake[reader.collector] = None
         if report.closed is not None:
             self.close(report.closed)
             self._tell_all(report.closed)
         if report.dead:  # what was submitted meanwhile is not reported
             self._open.clear()
             self._num_open_of.clear()
+        if not self._waking:
+            self._wake_some()
+
+    def _wake_some(self) -> None:
+        """Hundreds of readers that write at once keep a new request from the engine for as long. Others wait for a turn
+        of the event loop."""
+        woken = list(islice(self._to_wake, WAKE))
+        for collector in woken:
+            del self._to_wake[collector]
+            collector.wake()
+        self._waking = bool(self._to_wake)
+        if self._waking:
+            assert self._loop is not None  # there are readers
+            self._loop.call_soon(self._wake_some)
 
     def _tell_all(self, error: ApiError) -> None:
         for reader in self._open.values():

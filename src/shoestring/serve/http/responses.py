@@ -68,8 +68,9 @@ class Choice:
     def add_text(self, text: str, ended: bool) -> None:
         if self.parser is None:
             self.fresh = [TextPart(text)] if text else []
-        else:
-            self.fresh = [*self.parser.feed(text), *(self.parser.finish() if ended else ())]
+            self.text += text
+            return
+        self.fresh = [*self.parser.feed(text), *(self.parser.finish() if ended else ())]
         for part in self.fresh:
             if isinstance(part, TextPart):
                 self.text += part.text
@@ -117,7 +118,8 @@ class CompletionResponse:
     def add(self, index: int, delta: ChoiceDelta) -> None:
         choice = self.choices[index]
         choice.add_text(delta.text, delta.finish_reason is not None)
-        self._add_calls(choice)
+        if choice.parser is not None:
+            self._add_calls(choice)
         choice.num_tokens += len(delta.token_ids)
         choice.num_cached = max(choice.num_cached, delta.num_cached)
         choice.logprobs.extend(delta.logprobs)
@@ -169,6 +171,8 @@ class CompletionResponse:
     def chunks(self, index: int, delta: ChoiceDelta) -> list[str]:
         """The events for this delta, which must have been added."""
         choice = self.choices[index]
+        if self._is_plain and delta.text and choice.begun and delta.finish_reason is None and choice.parser is None:
+            return [self._text_event(index, delta.text)]
         has_tokens = bool(delta.text or delta.token_ids)
         found = []
         if self.chat:
@@ -233,6 +237,18 @@ class CompletionResponse:
             return {}
         pairs = zip(delta.token_ids, delta.drafted, strict=True)
         return {"tokens": [{"bytes": list(self.token_bytes(t)), "drafted": d} for t, d in pairs]}
+
+    @cached_property
+    def _is_plain(self) -> bool:
+        """Whether most events tell a text and nothing else."""
+        return not self.logprobs and not self.mark_drafts
+
+    def _text_event(self, index: int, text: str) -> str:
+        """What `_event` writes of a text alone, in a third of the time."""
+        told = f'"delta":{{"content":{QUOTE(text)}}}' if self.chat else f'"text":{QUOTE(text)}'
+        more = ',"usage":null' if self.include_usage else ""
+        choice = f'{{"index":{index},{told},"logprobs":null,"finish_reason":null}}'
+        return f'data: {self._chunk_head},"choices":[{choice}]{more}}}\n\n'
 
     def _event(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> str:
         told = written(choices) if self.logprobs or self.mark_drafts else ENCODE(choices)
@@ -314,6 +330,7 @@ def embedding_response(
 
 
 ENCODE = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+QUOTE = json.encoder.encode_basestring  # of a text: what ENCODE writes
 PIECE = 64  # entries of a list that are written at once
 
 

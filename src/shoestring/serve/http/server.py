@@ -28,6 +28,7 @@ from shoestring.errors import UserError
 from shoestring.formats import keep_decoded
 from shoestring.formats.int8_activations import quantize_activations
 from shoestring.hub import hub_id
+from shoestring.json_files import read_text
 from shoestring.model.chat import fault
 from shoestring.model.folder import LoadedModel, load_model
 from shoestring.model.skip import SkipSet
@@ -357,10 +358,7 @@ def _convert(model: Decoder, options: ServeOptions, dtype: torch.dtype) -> None:
 
 
 def _read_template(path: Path) -> str:
-    try:
-        template = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read the chat template {path}: {error}") from None
+    template = read_text(path)
     broken = fault(template)
     if broken is not None:
         raise UserError(f"the chat template {path} is broken, {broken}")
