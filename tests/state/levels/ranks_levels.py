@@ -10,6 +10,7 @@ import errno
 import os
 import shutil
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -96,6 +97,61 @@ limit = RateLimit(None)
 limit.measured(PIECE_BYTES, 1.0)  # the peer made room for its slot
 limit.measured(PIECE_BYTES, 0.01)
 assert limit.rate == PIECE_BYTES / 0.02
+
+# -- a copy to peers that is due while the last one is on its way starts when that one is over, without a new save ----
+first_folder, run_folder = run_folder, folder / "late"
+run, parts, said = make(mesh, perturb=False)
+saver = saver_on(host)
+assert not saver.resume(run, parts)
+train(run, parts, saver, 5, ("memory", "peer"))
+peers, sends = saver._peers, threading.Event()
+assert peers is not None and saver.plan is not None and saver._replicating is not None
+exchange, started = peers._round, []
+
+
+def slow(*args: Any) -> bool:
+    started.append(run.step)
+    assert sends.wait(60)
+    return exchange(*args)
+
+
+def one_step(levels: tuple[str, ...] = ()) -> None:
+    run.step += 1
+    if levels:
+        saver.save_next(levels)
+    else:
+        assert saver.next_step is not None
+        saver.next_step += 1000  # no save in between
+    saver.after_step(run, parts)
+    saver.wait_copied()
+    assert saver.memory is not None
+    saver.memory.wait()
+    mesh.barrier()
+
+
+peers._round = slow
+one_step(("memory", "peer"))  # step 6 starts to travel
+one_step(("memory", "peer"))  # step 7 is due, too
+look = saver._look_at
+assert look is not None
+while run.step < look:
+    one_step()
+assert saver._look_at is not None and saver._look_at > look  # one look was in vain
+assert started == [6] and saver._replicating[1][0] == 6 and peers.busy()
+sends.set()
+peers.wait()
+mesh.barrier()
+while saver._replicating[1][0] == 6:
+    assert run.step < 5000
+    one_step()
+peers.wait()
+mesh.barrier()
+assert len(started) == 2 and peers.succeeded and saver._look_at is None and saver._last_of["peer"] == 7
+found = {c.copy.step for c in list_copies(host_folder(run_folder))[0] if c.copy.rank != rank}
+assert found == {6, 7}, found
+saver.let_go()
+mesh.barrier()
+run_folder = first_folder
 
 # -- all hosts alive, another mesh: the newest version, and each rank reads what it needs from both hosts -------
 tp_mesh = open_mesh(MeshConfig(tp=2), "cpu")

@@ -86,9 +86,10 @@ from shoestring.state.levels.snapshot import MemoryLevel, hold_alive, lay_out, l
 from shoestring.state.levels.version import LIFE, HeldBox, HeldCopy, dump_index, sum_of_names
 from shoestring.state.levels.xor_sets import XorRound, rebuild_lost, xor_sets
 
-MEASURE_S = 0.5  # seconds between the first saves, which show what a save costs
-NUM_MEASURED = 3
+MEASURE_S = 0.5  # seconds after the first saves, when the ranks look what they cost
+NUM_MEASURED = 2
 RETRY_STEPS = 4  # a skipped save is tried again after this part of an interval
+LOOK_S = 1.0  # seconds between looks whether a copy to peers is over, where the next one is due already
 
 
 @dataclass(frozen=True)
@@ -153,6 +154,7 @@ class LevelCheckpointer:
         self._peers: PeerRounds | None = None
         self._replicating: tuple[int, Key] | None = None  # slot and key of the version that is on its way to the peers
         self._replicated: Key | None = None  # the newest version that all peers have
+        self._look_at: int | None = None  # the step that looks whether a copy to peers that is due can start
         self._agent: Any = None
         self._hooked = self._warned = False
         self._full: str | None = None  # why tmpfs is not used
@@ -202,6 +204,8 @@ class LevelCheckpointer:
             self.finish(run)
         elif self.next_step is None or run.step >= self.next_step:
             self._meet(run, parts)
+        elif self._look_at is not None and run.step >= self._look_at:
+            self._start_late_copy(run)
         self._last_step_at = time.perf_counter()
 
     def save_next(self, levels: Sequence[str] = ("memory",)) -> None:
@@ -395,7 +399,7 @@ class LevelCheckpointer:
 
     def _rejoin(self, step: int) -> None:
         """Where the run goes back without a new process: the version that it resumed from is the safe one."""
-        self.next_step = self._commit_by = self._replicated = self._replicating = None
+        self.next_step = self._commit_by = self._replicated = self._replicating = self._look_at = None
         self._promised = 0
         self._last_of = {level: min(saved, step) for level, saved in self._last_of.items()}
         if self.memory is not None and self.memory.arena is not None:
@@ -424,7 +428,8 @@ class LevelCheckpointer:
             self._prepare(run, parts)
         assert self.memory is not None
         memory = self.memory
-        memory.wait()  # the last save is later than its margin: skipping this one would make the interval longer
+        if self.saves != 1:  # nobody knows yet how long the first one takes: it is looked at again
+            memory.wait()  # the last save is later than its margin: skipping this one would make the interval longer
         error = memory.failure()
         peers = self._peers
         flags = [memory.writable(), memory.committed(), peers is None or not peers.busy()]
@@ -440,14 +445,8 @@ class LevelCheckpointer:
         if not has_room:
             self._leave_tmpfs(run, parts)
             return
-        if peers is not None and peers_idle and self._replicating is not None:
-            if replicated_all:
-                memory.kept_slot, self._replicated = self._replicating
-                self._drop_other_peers(run)
-                self._note_cost("peer", 0.0, peer_s)
-            elif run.log is not None:
-                run.log.say(f"copies to peers failed: {peers.error or 'another rank could not store one'}")
-            self._replicating = None
+        if peers_idle:
+            self._note_round(run, bool(replicated_all), peer_s)
         if self._step_s.value > 0:
             self._step_s = Mean(step_s, self._step_s.count)
         if not ready:
@@ -469,24 +468,74 @@ class LevelCheckpointer:
         self._note_cost("remote", 0.0, remote_s)
         self._warn_of_preemption(run)
         self._replan(run, elapsed_s)
+        assert self.plan is not None
+        due = self._last_of.get("memory", 0) + self.plan.period
+        if had_pending and self._asked is None and self.saves <= NUM_MEASURED and run.step < due:
+            self.next_step = due  # only a look: the first saves are within the budget, too
+            return
         self.saves += 1
-        levels = self._levels_now(run.step)
+        levels = self._levels_now(run.step, bool(peers_idle))
         self._save_to_memory(run, parts, levels)
         if self.memory is not memory:  # tmpfs was full: all ranks begin again, on disk
             return
-        if peers is not None and "peer" in levels and peers_idle and peers_work:
-            slot, committed_copy = memory.watch_commit()
-            self._replicating = slot, (run.step, self.life)
-            peers.begin(committed_copy, self._replicated)
-        assert self.plan is not None
+        self._look_at = None
+        if peers is not None and "peer" in levels and peers_work:
+            if peers_idle:
+                self._copy_to_peers(run.step)
+            else:
+                self._look_at = run.step + self._look_steps()
         steps = self.plan.period
         if self.saves <= NUM_MEASURED:
             steps = min(steps, max(self.plan.margin, round(MEASURE_S / self.plan.step_s)))
         self.next_step = run.step + steps
         # No more steps than the interval at the last save are lost: this one is committed by then.
-        self._commit_by = max(self._promised, run.step + self.plan.margin)
+        self._commit_by = max(self._promised, run.step + self.plan.margin) if self.saves > 1 else None
         self._promised = run.step + self.plan.steps
         self.stalls.append(time.perf_counter() - began)
+
+    # -- copies to peers -------------------------------------------------------------------------------------
+
+    def _note_round(self, run: RunLike, succeeded: bool, seconds: float) -> None:
+        """The last round is over on every rank."""
+        if self._replicating is None:
+            return
+        assert self._peers is not None and self.memory is not None
+        if succeeded:
+            self.memory.kept_slot, self._replicated = self._replicating
+            self._drop_other_peers(run)
+            self._note_cost("peer", 0.0, seconds)
+        elif run.log is not None:
+            run.log.say(f"copies to peers failed: {self._peers.error or 'another rank could not store one'}")
+        self._replicating = None
+
+    def _copy_to_peers(self, step: int) -> None:
+        """The last save, which is of this step, goes to the peers as soon as it is committed."""
+        assert self._peers is not None and self.memory is not None
+        slot, committed_copy = self.memory.watch_commit()
+        self._replicating = slot, (step, self.life)
+        self._peers.begin(committed_copy, self._replicated)
+
+    def _start_late_copy(self, run: RunLike) -> None:
+        """All ranks, at the same step: a copy was due while the one before was on its way. It starts now, with the
+        newest version in memory, if that one has arrived."""
+        memory, peers = self.memory, self._peers
+        assert memory is not None and peers is not None
+        flags = [not peers.busy(), peers.succeeded, not peers.error, memory.has_pending]
+        idle, succeeded, works, is_saved, seconds = self._agree_numbers(flags, [peers.seconds])
+        self._look_at = None if idle else run.step + self._look_steps()
+        if not idle:
+            return
+        self._note_round(run, bool(succeeded), seconds)
+        step = memory.pending_step
+        if works and is_saved and step is not None:
+            self._copy_to_peers(step)
+            self._last_of["peer"] = step
+
+    def _look_steps(self) -> int:
+        assert self.plan is not None
+        return max(1, min(self.plan.period // RETRY_STEPS, round(LOOK_S / self.plan.step_s)))
+
+    # -- where copies are --------------------------------------------------------------------------------------
 
     def _prepare(self, run: RunLike, parts: dict[str, Any]) -> None:
         """Before the first save: who writes what, an arena that fits, and the agent."""
@@ -542,7 +591,7 @@ class LevelCheckpointer:
         on_disk = self._arenas == host_folder(self.folder.parent, self._disk_base)
         if self._any(on_disk and self.memory.no_room() is not None):
             raise UserError(f"there is no room for copies of the state: {self.memory.no_room() or 'on another rank'}")
-        self._replicating = None
+        self._replicating = self._look_at = None
         self._full = self.memory.no_room() or "tmpfs is full on another rank"
         path = self.memory.path
         self.memory.close()
@@ -723,14 +772,15 @@ class LevelCheckpointer:
             partial.write_text(json.dumps({**asdict(self.plan), **counts}))
             partial.replace(self.folder / ".plan.json")
 
-    def _levels_now(self, step: int) -> tuple[str, ...]:
+    def _levels_now(self, step: int, peers_idle: bool) -> tuple[str, ...]:
         assert self.plan is not None
         levels, self._asked = self._asked, None
         if levels is None:
             levels = self.plan.levels_due({level: step - self._last_of.setdefault(level, step) for level in LEVELS})
             if self.saves == 1 and "disk" not in levels:
                 levels = (*levels, "disk")  # nothing of this life is on disk yet
-        self._last_of |= dict.fromkeys(levels, step)
+        # A copy to peers that cannot start yet stays due.
+        self._last_of |= {level: step for level in levels if level != "peer" or peers_idle}
         return levels
 
     def _new_drains(self) -> tuple[float, float]:
