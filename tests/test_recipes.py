@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,6 +27,7 @@ from shoestring.paths import cache_folder
 from shoestring.recipes import demo
 from shoestring.runlog import read_jsonl
 from shoestring.state.run_lock import hold_run
+from shoestring.state.storage import SafeReader
 from shoestring.train.pretraining import ModelConfig, new_spec
 
 TINY = ["size=tiny", "d_model=64", "num_layers=2", "num_heads=4", "num_kv_heads=2", "d_ff=128", "vocab_size=320"]
@@ -95,7 +98,7 @@ def test_train_eval_generate_shrink_inspect_export(cli: Callable[..., str], corp
     assert before["format"] == "dense" and after["format"].startswith("nf3")
     assert before["perplexity"] == pytest.approx(first["perplexity"], rel=1e-4)  # on the run's own corpus
     assert after["perplexity"] != before["perplexity"]
-    assert after["bits_per_weight"] < 4 < before["bits_per_weight"] == 16
+    assert after["bits_per_weight"] < 4 < before["bits_per_weight"] == 32
     assert after["megabytes"] < before["megabytes"]
     assert "<svg" in (packed / "report.html").read_text()
 
@@ -154,7 +157,7 @@ def test_going_on_from_a_model(cli: Callable[..., str], corpus: Path, tmp_path: 
 
 
 def test_ctrl_c_saves_and_resuming_gives_the_same_weights(
-    cli: Callable[..., str], corpus: Path, tmp_path: Path
+    cli: Callable[..., str], corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps = 40
     common = ["run", "train/dense", f"data={corpus}", f"steps={steps}", "save_every=15", *TINY, *SHORT]
@@ -180,6 +183,22 @@ def test_ctrl_c_saves_and_resuming_gives_the_same_weights(
     assert "without a finished model" in cli("generate", cut, "the", fails=True)
     assert f"{stopped}" in cli("inspect", cut / "checkpoints" / f"step-{stopped:08d}")
     assert f"{stopped}  disk" in re.sub(" +", "  ", cli("ckpt", "ls", cut))
+    assert "is a checkpoint" in cli("generate", cut / "checkpoints" / f"step-{stopped:08d}", "the", fails=True)
+
+    def full_disk(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def unreadable(source: Path, _: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(source))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "copyfile", full_disk)
+        assert "No space left" in cli("ckpt", "export", cut, tmp_path / "copy", fails=True)
+        patch.setattr(shutil, "copyfile", unreadable)
+        assert f"cannot read {cut / 'checkpoints'}" in cli("ckpt", "export", cut, tmp_path / "copy", fails=True)
+    assert not [path for path in tmp_path.iterdir() if "copy" in path.name]
+    cli("ckpt", "export", cut, tmp_path / "copy")
+    SafeReader(tmp_path / "copy").verify()
 
     cli("run", "train/dense", f"resume={cut}")
     uninterrupted, resumed = weights(whole / "model"), weights(cut / "model")

@@ -130,5 +130,5 @@ def test_bad_input_is_one_line_and_leaves_no_run(cli: Callable[..., str], here: 
     assert "use group" in said("prompts=prompts.txt", "format=int2:g48")
     assert "every layer stays dense" in said("prompts=prompts.txt", "format=dense")
     assert "positions" in said("prompts=prompts.txt", "context=4096")
-    assert "is not a file" in said("prompts=prompts.txt", "text=nowhere.txt")
+    assert "does not exist" in said("prompts=prompts.txt", "text=nowhere.txt")
     assert {p.name for p in here.iterdir()} - {"cache"} == before - {"cache"}

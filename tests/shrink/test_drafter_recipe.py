@@ -251,4 +251,8 @@ def test_a_trimmed_writer_says_only_its_tokens(here: Path) -> None:
     assert text.shape == (2, 12) and text[:, :3].equal(prompts)
     assert set(text[:, 3:].flatten().tolist()) <= set(said)
     assert write(model, prompts, 9, 0).equal(text) and not write(model, prompts, 9, 100).equal(text)
+    with torch.no_grad():
+        model.blocks[0].mlp.down.weight.mul_(-3)  # a step of the training
+    after, anew = (w(model, prompts, 9, 0) for w in (write, stages.engine_writer(said, model.spec.vocab_size)))
+    assert not after.equal(text) and after.equal(anew)
     assert isinstance(DraftModel(model), DraftModel)

@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from shoestring.config import apply_overrides, from_json, to_json
-from shoestring.errors import UserError, suggest
+from shoestring.errors import UserError, shortened, suggest
 from shoestring.runlog import read_config
 
 HERE = Path(__file__).parent
@@ -88,7 +88,8 @@ def _saved_config(recipe: ModuleType, folder: Path) -> Any:
     if name is None or not isinstance(values, dict):
         raise UserError(f"resume={folder} is not a run folder: it has no config.json of a run; runs are in runs/")
     if name != recipe_name(recipe):
-        raise UserError(f"resume={folder}: that run was made by {name}; use shoestring run {name} resume={folder}")
+        made = shortened(str(name), 80)
+        raise UserError(f"resume={folder}: that run was made by {made}; use shoestring run {made} resume={folder}")
     return from_json(recipe.Config, values)
 
 

@@ -30,6 +30,7 @@ from shoestring.serve.speculative.verify import Check, verify
 from shoestring.shrink.drafter_objectives import DraftDistill, Generate, LiveScores, OnPolicy, Selection
 from shoestring.shrink.self_text import read_prompts
 from shoestring.state.checkpoint import Checkpointer, ResumeFrom
+from shoestring.state.reshard.version import WeightsVersion
 from shoestring.train.data import TokenData
 from shoestring.train.optim import adamw, warmup_cosine
 from shoestring.train.shards import Corpus, TokenShards
@@ -196,29 +197,34 @@ def forced_acceptance(
 
 
 def engine_writer(vocab_ids: Sequence[int] | None, vocab_size: int) -> Generate:
-    """Continues rows with the model being trained; a trimmed drafter samples from its own vocabulary."""
+    """Continues rows with the model being trained; a trimmed drafter samples from its own vocabulary.
+
+    One engine for all calls of a shape: its graphs stay, and its copies of the weights are written again."""
+    engines: dict[tuple[int, int, int], Engine] = {}
     barred_V = None
     if vocab_ids is not None:
         barred_V = torch.ones(vocab_size, dtype=torch.bool)
         barred_V[torch.tensor(sorted(vocab_ids))] = False
 
     def within(logits_RV: Tensor, checks: Sequence[Check]) -> list[list[int]]:
-        if barred_V is not None:
-            logits_RV = logits_RV.masked_fill(barred_V.to(logits_RV.device), -torch.inf)
-        return verify(logits_RV, checks)
+        assert barred_V is not None
+        return verify(logits_RV.masked_fill(barred_V.to(logits_RV.device), -torch.inf), checks)
 
     def generate(model: nn.Module, prompts_BP: Tensor, num_new: int, seed: int) -> Tensor:
         assert isinstance(model, Decoder)
         rows, length = prompts_BP.shape
-        engine = Engine(
-            model,
-            max_requests=rows,
-            max_context=length + num_new,
-            chunk=max(512, rows * length),
-            prefix_cache=False,
-            verify=within,
-            graphs=False,  # the weights change with every step
-        )
+        engine = engines.get((rows, length, num_new))
+        if engine is None or engine.model is not model:
+            engine = engines[rows, length, num_new] = Engine(
+                model,
+                max_requests=rows,
+                max_context=length + num_new,
+                chunk=max(512, rows * length),
+                prefix_cache=False,
+                verify=verify if barred_V is None else within,
+            )
+        else:
+            engine.runner.weights_written(WeightsVersion("training", seed))
         samplings = [
             Sampling(temperature=1.0, seed=seed + row, max_tokens=num_new, ignore_eos=True) for row in range(rows)
         ]

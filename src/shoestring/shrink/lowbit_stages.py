@@ -181,7 +181,10 @@ def check(cfg: LowbitSettings) -> list[Rule]:
     if tokenizer is None:
         raise UserError(f"model={cfg.model} has no tokenizer; put its tokenizer.json into the folder")
     if cfg.context > spec.max_positions:
-        raise UserError(f"context={cfg.context} is more than the {spec.max_positions} positions of {cfg.model}")
+        raise UserError(
+            f"context={cfg.context} is more than the {spec.max_positions} positions of {cfg.model}; give "
+            f"context={spec.max_positions} or less"
+        )
     if cfg.text is not None:
         read_tokens(Path(cfg.text), tokenizer)
     return rules

@@ -196,7 +196,10 @@ def check_texts(cfg: Prune24Settings, blank: LoadedModel) -> Tensor | None:
     """Check that every text exists and is long enough; returns the calibration windows, where pruning still needs
     them."""
     if cfg.train != "none" and cfg.context > blank.spec.max_positions:
-        raise UserError(f"context={cfg.context} is more than the {blank.spec.max_positions} positions of {cfg.model}")
+        raise UserError(
+            f"context={cfg.context} is more than the {blank.spec.max_positions} positions of {cfg.model}; give "
+            f"context={blank.spec.max_positions} or less"
+        )
     if cfg.text is not None:
         read_tokens(Path(cfg.text), need_tokenizer(blank))
     if cfg.train != "none" and cfg.data != "self":

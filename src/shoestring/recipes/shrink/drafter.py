@@ -1,7 +1,7 @@
 """Make a drafter for a model, for faster decoding of the same text: distilled from the model's own text.
 
 Run:     shoestring run shrink/drafter model=RUN                             prompts from the run's own corpus
-         shoestring run shrink/drafter model=DIR prompts=my.jsonl layers=4   prompts of your task, which matter most
+         shoestring run shrink/drafter model=DIR prompts=my.jsonl layers=4   prompts of your task
          shoestring run shrink/drafter model=DIR prompts=FOLDER text=corpus  the corpus itself, without generated text
          shoestring run shrink/drafter model=DIR prompts=P d_model=256 vocab=8192 method=adaspec
          shoestring run shrink/drafter resume=RUN        continues after Ctrl-C or a crash
@@ -9,9 +9,9 @@ Run:     shoestring run shrink/drafter model=RUN                             pro
 Needs:   memory for the model and its drafter; 261 bytes of disk per token of text for the model's top 64
 Time:    the demo's model (2.3M parameters), 160 prompts, layers=1, 120 steps of 16 x 128 tokens: 2 minutes of a CPU
 Expect:  a model of that size after 60 steps: 0.70 of sampled drafts accepted (0.60 before training), of greedy ones
-         0.56 to 0.78 (0.62 before). A model of 2.4B parameters on an H200, 250 steps on its own text: 2.2 to 2.4 times
-         plain speed for one greedy request at a time, where that model was trained for 50 seconds only
-         (experiments/drafter); better targets gain less. docs/methods/drafter.md compares targets and methods
+         0.56 to 0.78 (0.62 before). A model of 2.4B parameters that saw only 2.8M tokens, on an H200, a drafter of 400
+         steps on its own text (one seed), greedy: 2.0 times plain speed for one to four requests, 1.7 for 16, 1.0 for
+         64. Better trained targets gain fewer tokens per pass. docs/methods/drafter.md compares targets and methods
 Leaves:  a run folder with the drafter in model/ (drafter.json names its tokens), text.jsonl, the acceptance on held-out
          prompts in acceptance.json and report.html, beside an untrained drafter and n-gram lookup
 """

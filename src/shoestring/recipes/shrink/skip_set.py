@@ -75,7 +75,10 @@ def main(cfg: Config) -> Path:
     device = pick_device(cfg.device)
     loaded = ready(load_model(cfg.model, device=device, dtype=pick_dtype(cfg.dtype, device)))
     if cfg.context > loaded.spec.max_positions:
-        raise UserError(f"context={cfg.context} is more than the {loaded.spec.max_positions} positions of {cfg.model}")
+        raise UserError(
+            f"context={cfg.context} is more than the {loaded.spec.max_positions} positions of {cfg.model}; give "
+            f"context={loaded.spec.max_positions} or less"
+        )
     source = cfg.calib or corpus_of_run(Path(cfg.model))[0] or "python"
     context = fitting_context("calib_context", cfg.calib_context, loaded)
     progress = RunLog(None).progress
