@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from shoestring.cli.inspect import summarize
 from shoestring.errors import UserError
 from shoestring.paths import cache_folder, expand, find_model
 
@@ -40,3 +41,12 @@ def test_paths_that_no_file_system_has(name: str) -> None:
         with pytest.raises(UserError, match="cannot be a path"):
             use(name)
     assert expand("x" * 255) == Path("x" * 255)
+
+
+def test_a_checkpoint_is_no_model_and_a_model_may_have_a_manifest(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text("{}")
+    with pytest.raises(UserError, match="is a checkpoint"):
+        find_model(tmp_path)
+    (tmp_path / "config.json").write_text("{}")  # as folders of other tools have
+    assert find_model(tmp_path) == tmp_path
+    assert summarize(tmp_path)  # of the model; the manifest is no checkpoint's

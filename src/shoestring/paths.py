@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from shoestring.errors import UserError
+from shoestring.errors import UserError, shortened
 from shoestring.hub import fetched, hub_id
 from shoestring.json_files import check_path, read_object
 
@@ -34,8 +34,8 @@ def find_model(path: str | Path) -> Path:
     if not path.exists():
         if (asked := hub_id(given)) is not None:
             return fetched(asked)
-        kinds = "a .gguf file or a model folder" if path.suffix == ".gguf" else _KINDS
-        raise UserError(f"{path} does not exist; give {kinds} on this machine")
+        kinds = "a .gguf file or a model folder on this machine" if path.suffix == ".gguf" else _KINDS
+        raise UserError(f"{path} does not exist; give {kinds}")
     if path.suffix == ".gguf" and not path.is_dir():
         if not path.is_file():
             raise UserError(f"{path} is a pipe or a device; give a .gguf file")
@@ -51,9 +51,11 @@ def find_model(path: str | Path) -> Path:
         recipe = read_object(path / "config.json").get("recipe") if (path / "config.json").is_file() else None
         raise UserError(
             f"{path} is a run without a finished model ({have}); finish it with "
-            f"`shoestring run {recipe or 'RECIPE'} resume={path}`, which writes model/"
+            f"`shoestring run {shortened(str(recipe or 'RECIPE'), 80)} resume={path}`, which writes model/"
         )
     if not (path / "config.json").is_file():
+        if (path / "manifest.json").is_file():
+            raise UserError(f"{path} is a checkpoint, from which a run continues, not a model; give the run's folder")
         raise UserError(f"{path} has no config.json; give {_KINDS}")
     return path
 

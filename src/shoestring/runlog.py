@@ -30,8 +30,8 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from shoestring.errors import Interrupted, UserError, shown
-from shoestring.json_files import Fields, check_path, json_lines, kind_of, parse_json, read_object
+from shoestring.errors import Interrupted, UserError, room, shown
+from shoestring.json_files import Fields, check_path, is_unicode, json_lines, kind_of, parse_json, read_object
 
 CHECKOUT = Path(__file__).resolve().parents[2]  # the repository; not one in an installed wheel
 PLAIN_PROGRESS_SECONDS = 10.0
@@ -53,8 +53,14 @@ class RunLog:
         self._tracker = tracker
         if self.folder is not None and main:
             make_run_folder(self.folder, exist_ok=True)
-            (self.folder / "metrics.jsonl").touch()  # also without metrics: it is what marks a run folder
-            self.history = read_metrics(self.folder / "metrics.jsonl")
+            metrics = self.folder / "metrics.jsonl"
+            try:
+                metrics.touch()  # also without metrics: it is what marks a run folder
+            except OSError as error:
+                raise UserError(
+                    f"cannot write {metrics}: {error.strerror}; {room(error)}give another run folder"
+                ) from None
+            self.history = read_metrics(metrics)
 
     # -- metrics -----------------------------------------------------------------------------------
     def log(self, step: int, **scalars: float) -> None:
@@ -287,10 +293,13 @@ def make_run_folder(folder: Path, exist_ok: bool = False) -> None:
 def check_free(folder: Path) -> Path:
     """The folder, when it is absent or empty; nothing of the user's is ever overwritten."""
     check_path(folder)
+    if not is_unicode(str(folder)):  # TensorBoard and safetensors cannot write there
+        raise UserError(f"{shown(str(folder))} is not UTF-8; give another name")
     if folder.is_symlink() and not folder.exists():
         raise UserError(f"{folder} is a link that leads nowhere; give another name or remove it")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder} exists already and is not an empty folder; give another name or remove it")
+        again = f", or continue that run with resume={folder}" if (folder / "checkpoints").is_dir() else ""
+        raise UserError(f"{folder} exists already and is not an empty folder; give another name or remove it{again}")
     above = next(parent for parent in folder.absolute().parents if parent.exists())
     if not above.is_dir():
         raise UserError(f"{folder} cannot be made: {above} is a file; give another name")
@@ -443,8 +452,12 @@ def append_jsonl(path: Path, row: dict[str, Any]) -> None:
 def write_atomically(path: Path, text: str) -> None:
     """Write a text file so that a reader sees the old or the new one, never half of either."""
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def versions() -> dict[str, str]:

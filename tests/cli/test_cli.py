@@ -140,7 +140,7 @@ def test_bad_values_for_a_good_model(cli: Cli, model_folder: Path, tmp_path: Pat
         assert_one_line_error(cli("generate", model_folder, "the", "--device", device), "device")
     assert_one_line_error(cli("chat", model_folder), "has no chat template")
     assert_one_line_error(cli("eval", model_folder), "--text FILE")
-    assert_one_line_error(cli("eval", model_folder, "--text", tmp_path / "no.txt"), "is not a file")
+    assert_one_line_error(cli("eval", model_folder, "--text", tmp_path / "no.txt"), "does not exist")
     assert_one_line_error(cli("eval", model_folder, "--text", binary), "is not UTF-8")
     assert_one_line_error(cli("eval", model_folder, "--tasks", binary), "binary.txt")
     rtn = ("run", "shrink/rtn", f"model={model_folder}")

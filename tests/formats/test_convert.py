@@ -92,6 +92,8 @@ def test_rules_first_match_wins_and_the_report_says_so() -> None:
     ("rules", "message"),
     [
         ([("blocks.0.upp", IntAsym())], "matches no linear layer and no embedding. Did you mean 'blocks.0.up'"),
+        ([("*", "int4")], r"is no rule.*parse_format"),
+        ({"*": IntAsym()}, r"is no rule"),
         ([("layers.*", IntAsym())], r"matches no linear layer.*blocks\.\*\.down"),
         ([("*", IntAsym()), ("blocks.0.*", Dense())], "Put it before them"),
         ([("embed", Sparse24(select="tile"))], "embed: An embedding cannot be sparse24"),

@@ -198,6 +198,19 @@ def test_a_file_is_written_back_as_it_was(tmp_path: Path) -> None:
     assert a.metadata()["tokenizer.chat_template"] == b.metadata()["tokenizer.chat_template"]
 
 
+def test_a_part_that_numpy_wrote_replaces_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, path = random_model(LLAMA), tmp_path / "model.gguf"
+    path.write_bytes(b"before")
+
+    def cut_short(*_: object) -> None:
+        raise OSError("512 requested and 7 written")  # numpy's, without an errno
+
+    monkeypatch.setattr("shoestring.model.gguf_write._write", cut_short)
+    with pytest.raises(UserError, match=r"512 requested and 7 written, perhaps because the disk is full.*free some"):
+        save_gguf(path, model, tiny_tokenizer(), kind="F32")
+    assert path.read_bytes() == b"before" and list(tmp_path.iterdir()) == [path]
+
+
 def test_rows_that_are_no_blocks_stay_in_16_bits(tmp_path: Path) -> None:
     written = save_gguf(tmp_path / "m.gguf", random_model(replace(LLAMA, d_ff=40)), tiny_tokenizer(), kind="Q8_0")
     kinds = {t.name: t.kind for t in written}

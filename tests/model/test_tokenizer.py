@@ -460,6 +460,15 @@ def test_panics_of_the_library_are_errors(tmp_path: Path, changes: dict[str, Any
     assert type(error.value.__cause__).__name__ == "PanicException"
 
 
+@pytest.mark.parametrize("key", ["continuing_subword_prefix", "continuing\\u005fsubword_prefix"])
+def test_merges_without_the_prefix_of_their_file_are_refused(tmp_path: Path, key: str) -> None:
+    text = Tokenizer.train(["é è ê é è ê"], 260).backend.to_str()  # cut after its first byte, é ends the process
+    assert '"continuing_subword_prefix":null' in text
+    (tmp_path / "tokenizer.json").write_text(text.replace('"continuing_subword_prefix":null', f'"{key}":"0"'))
+    with pytest.raises(UserError, match="does not fit continuing_subword_prefix='0'"):
+        Tokenizer.from_file(tmp_path)
+
+
 def test_padding_and_truncation_of_the_file_are_the_callers_choice(tmp_path: Path) -> None:
     stored = json.loads(Tokenizer.train(["the cat sat"], 260).backend.to_str())
     padding = {"direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0, "pad_token": "x"}

@@ -463,8 +463,9 @@ def inspect(
 ) -> None:
     """What a run, a model, a checkpoint or a GGUF file holds: parameters, formats, sizes, metrics."""
     check_path(path)
-    if not Path(path).exists():
-        raise UserError(f"{path} does not exist; give a run, a model folder, a checkpoint folder or a .gguf file")
+    if not path or not Path(path).exists():
+        kinds = "a run, a model folder, a checkpoint folder or a .gguf file"
+        raise UserError(f"{path or 'the empty path'} does not exist; give {kinds}")
     from shoestring.cli.inspect import errors_table, summarize, verified_table
 
     tables = summarize(Path(path), each_layer=layers)
@@ -609,7 +610,8 @@ def bench_serve(
         plan = poisson(asked, seconds, num_prompt=prompt_tokens, num_new=new_tokens, seed=seed)
     slo = Slo(slo_ttft, slo_tpot)
     if not plan:  # said before a server starts
-        raise UserError("no request arrives in that time; give a longer time or a higher rate")
+        given = f"of {trace}" if trace else f"at a rate of {asked:g}"
+        raise UserError(f"no request arrives in {seconds:g} seconds {given}; give more --seconds or a higher --rate")
     check_save(save)
     with at_url(target, serve_options) as url:
         case = f"{'trace' if trace else 'Poisson'}, {Path(target).name}"
@@ -697,7 +699,9 @@ def run_cli(argv: list[str] | None = None) -> int:
         return 130
     except usage_error as error:
         text = error.format_message()  # type: ignore[attr-defined]
-        return _complain(f"error: {text} (see shoestring --help)", 2) if text else 2  # none: help was shown
+        context = error.ctx  # type: ignore[attr-defined]
+        verb = context.command_path if context is not None else "shoestring"
+        return _complain(f"error: {text} (see {verb} --help)", 2) if text else 2  # none: help was shown
     except BrokenPipeError:
         # The reader of our output went away (| head); Python must not complain again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from shoestring.errors import UserError
+from shoestring.errors import UserError, room
 from shoestring.json_files import read_object
 from shoestring.report import Table
+from shoestring.state.checkpoint_files import NEW, OLD, hidden, replace_folder, sync
 from shoestring.state.levels.agent import agent_pid, read_status
 from shoestring.state.levels.drain import drain
 from shoestring.state.levels.events import read_events
@@ -127,9 +130,7 @@ def verified_versions(checkpoints: Path) -> tuple[Table, list[str]]:
 
 
 def export_version(checkpoints: Path, out: Path, step: int | None) -> tuple[str, int]:
-    """(source, step) of what was written to `out`."""
-    import shutil
-
+    """(source, step) of what was written to `out`, which is complete or absent."""
     offers = [o for o in _offers(checkpoints)[0] if step is None or o.copy.step == step]
     choice = choose(offers)
     if choice is None:
@@ -137,7 +138,7 @@ def export_version(checkpoints: Path, out: Path, step: int | None) -> tuple[str,
     memory = [o for o in choice.offers if o.source == "memory"]
     if missing_of(o.copy for o in memory) is None:
         entries = [ArenaCopy(Path(o.path), o.slot, o.sequence, o.copy) for o in memory]
-        with ThreadPoolExecutor(4) as pool:
+        with _write_errors(out), ThreadPoolExecutor(4) as pool:
             drain(entries, out.absolute(), pool)
         return "memory", choice.step
     disk = next((o for o in choice.offers if missing_of([o.copy]) is None), None)
@@ -145,8 +146,34 @@ def export_version(checkpoints: Path, out: Path, step: int | None) -> tuple[str,
         raise UserError(
             f"step {choice.step} is in shares of several hosts; resume the run once, which puts them together"
         )
-    shutil.copytree(disk.path, out)
+    with _write_errors(out, Path(disk.path)):
+        _copy_checkpoint(Path(disk.path), out.absolute())
     return "disk", choice.step
+
+
+def _copy_checkpoint(source: Path, target: Path) -> None:
+    """The files of a checkpoint, copied beside `target` first: a folder with that name is complete."""
+    temp = hidden(target, NEW)
+    shutil.rmtree(temp, ignore_errors=True)
+    try:
+        temp.mkdir(parents=True)
+        for file in source.iterdir():
+            shutil.copyfile(file, temp / file.name)
+            sync(temp / file.name)
+        replace_folder(temp, target, hidden(target, OLD))
+    finally:
+        shutil.rmtree(temp, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _write_errors(out: Path, source: Path | None = None) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        if source is not None and error.filename and Path(error.filename).is_relative_to(source):
+            raise UserError(f"cannot read {error.filename}: {reason}; nothing was written") from None
+        raise UserError(f"cannot write {out}: {reason}; {room(error)}choose another place") from None
 
 
 def stop_agent(run: Path) -> str:

@@ -29,7 +29,7 @@ from shoestring.model import load_model
 from shoestring.model.encoder import IMAGE_TYPES, encoder_type
 from shoestring.model.folder import foreign_files, is_foreign, weight_files
 from shoestring.model.gguf_write import WrittenTensor
-from shoestring.model.hf import MODEL_TYPES, spec_from_hf
+from shoestring.model.hf import MODEL_TYPES, spec_of_folder
 from shoestring.model.hf_names import hf_module, our_module
 from shoestring.model.spec import ModelSpec
 from shoestring.report import Table, eval_table, flatten, in_words
@@ -61,13 +61,14 @@ def summarize(path: Path, *, each_layer: bool = False) -> list[Table]:
         raise UserError(f"{path} does not exist; give a run, a model folder, a checkpoint folder or a .gguf file")
     if path.is_file():
         if path.suffix != ".gguf":
-            raise UserError(f"{path} is a file but no .gguf; give a run, a model or a checkpoint folder")
+            raise UserError(f"{path} is a file but no .gguf; give the folder of a run, a model or a checkpoint")
         return _gguf(path, each_layer)
-    if (path / "manifest.json").is_file():
+    is_model = (path / "config.json").is_file()
+    if (path / "manifest.json").is_file() and not is_model:
         return _checkpoint(path, each_layer)
     if (path / "metrics.jsonl").is_file() or (path / "checkpoints").is_dir():
         return _run(path, each_layer)
-    if (path / "config.json").is_file():
+    if is_model:
         return _model_folder(path, each_layer)
     if any(path.glob("*.safetensors")):
         return _any_folder(path, {}, each_layer)
@@ -102,7 +103,7 @@ def _model_folder(folder: Path, each_layer: bool) -> list[Table]:
     config = read_object(folder / "config.json")
     if config.get("model_type") not in MODEL_TYPES:
         return _any_folder(folder, config, each_layer)
-    spec = spec_from_hf(config)
+    spec = spec_of_folder(folder)
     shape = {k: getattr(spec, k) for k in ("d_model", "num_layers", "num_heads", "num_kv_heads", "head_dim", "d_ff")}
     facts = {"type": spec.model_type, **shape, "vocab_size": spec.vocab_size, "max_positions": spec.max_positions}
     stored, note = with_errors(folder_weights(folder), folder, spec)

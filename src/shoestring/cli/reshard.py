@@ -115,8 +115,7 @@ def _shapes(model: str | None, tensors: list[str], itemsize: int) -> Shapes:
 def _model_shapes(model: str, itemsize: int) -> Shapes:
     import torch
 
-    from shoestring.json_files import read_object
-    from shoestring.model.hf import spec_from_hf
+    from shoestring.model.hf import spec_of_folder
     from shoestring.model.transformer import Decoder
     from shoestring.paths import find_model
 
@@ -124,7 +123,7 @@ def _model_shapes(model: str, itemsize: int) -> Shapes:
     if not folder.is_dir():
         raise UserError(f"{folder} is a .gguf file; give a Hugging Face folder or a run")
     with torch.device("meta"):
-        decoder = Decoder(spec_from_hf(read_object(folder / "config.json")))
+        decoder = Decoder(spec_of_folder(folder))
     return {name: (tuple(p.shape), itemsize) for name, p in decoder.named_parameters()}
 
 

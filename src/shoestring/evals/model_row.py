@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,19 +51,48 @@ def size_of(loaded: LoadedModel, *, changed: bool = False) -> dict[str, float]:
     `changed`: since the model was loaded, so that its files say nothing about it.
     """
     from shoestring.model.folder import weight_files
-    from shoestring.model.save import saved_bytes
+    from shoestring.model.save import saved_files
+    from shoestring.state.files import model_bytes
 
     model = loaded.model
-    total = saved_bytes(model) if changed else sum(f.stat().st_size for f in weight_files(loaded.path))
+    if changed:
+        files = saved_files(model)
+        total, dtype = model_bytes(files), _float_dtype((t.dtype, t.num_bytes) for part in files.values() for t in part)
+    else:
+        total = sum(f.stat().st_size for f in weight_files(loaded.path))
+        if stored := _gguf_blocks(loaded):
+            return {"megabytes": round(total / 1e6, 3), "bits_per_weight": round(_bits(stored), 3)}
+        dtype = _float_dtype(_folder_tensors(loaded))
     row = {"megabytes": round(total / 1e6, 3)}
-    if not changed and (stored := _gguf_blocks(loaded)):
-        return row | {"bits_per_weight": round(_bits(stored), 3)}
     layers = [layer for name, layer in format_linears(model) if name != "head"]
     weights = [layer.in_features * layer.out_features for layer in layers]
     if layers:
-        bits = sum(layer.format.bits_per_weight(layer.shape) * n for layer, n in zip(layers, weights, strict=True))
+        stored_bits = [layer.format.bits_per_weight(layer.shape, dtype) for layer in layers]
+        bits = sum(b * n for b, n in zip(stored_bits, weights, strict=True))
         row["bits_per_weight"] = round(bits / sum(weights), 3)
     return row
+
+
+def _float_dtype(tensors: Iterable[tuple[torch.dtype, int]]) -> torch.dtype:
+    """The floating dtype with most bytes, of (dtype, bytes): that of dense weights and of what 2:4 masks keep."""
+    sizes: Counter[torch.dtype] = Counter()
+    for dtype, num_bytes in tensors:
+        if dtype.is_floating_point:
+            sizes[dtype] += num_bytes
+    return max(sizes, key=lambda d: sizes[d], default=torch.bfloat16)
+
+
+def _folder_tensors(loaded: LoadedModel) -> Iterator[tuple[torch.dtype, int]]:
+    """(dtype, bytes) of every tensor in the files of a folder."""
+    from shoestring.model.folder import weight_files
+    from shoestring.state.files import DTYPES, open_tensors
+
+    for path in weight_files(loaded.path):
+        opened = open_tensors(path)
+        for name in opened.keys():  # noqa: SIM118  (not a dict)
+            tensor = opened.get_slice(name)
+            if (dtype := DTYPES.get(str(tensor.get_dtype()))) is not None:
+                yield dtype, math.prod(tensor.get_shape()) * dtype.itemsize
 
 
 def _gguf_blocks(loaded: LoadedModel) -> list[GgufTensor]:
@@ -206,7 +236,14 @@ def text_tokens(
     data, max_mb = corpus_of_run(Path(given))
     if data is None:
         return None, ""
-    val = validation_split(data, need_tokenizer(loaded), max_mb)
+    tokenizer = need_tokenizer(loaded)
+    try:
+        val = validation_split(data, tokenizer, max_mb)
+    except UserError as error:
+        raise UserError(
+            f"the corpus of {given} cannot be read; evaluate on another text (text=FILE, --text FILE), "
+            f"or go to where it can: {error}"
+        ) from None
     # A run on a text too short for a validation split. No text was requested, so this is no error.
     return (None, "") if len(val) < 2 else (val, f"{data} (validation)")
 
@@ -235,7 +272,8 @@ def check_apart(settings: dict[str, Any], *keys: str) -> None:
 def read_tokens(path: Path, tokenizer: Tokenizer) -> Tensor:
     """A whole text file as token ids, at least two."""
     if not path.is_file():
-        raise UserError(f"{path} is not a file; give a text file, or a corpus with data")
+        what = "is not a file" if path.exists() else "does not exist"
+        raise UserError(f"{path} {what}; give one text file, or a folder or corpus as data (data=, --data)")
     ids = tokenizer.encode(read_text(path))
     if len(ids) < 2:
         raise UserError(f"{path} has less than two tokens; give a longer text")

@@ -199,6 +199,7 @@ def checked_tokens(
         raise UserError(f"batch={batch} is not allowed; give 1 or more")
     if max_tokens is not None and max_tokens < 2:
         raise UserError(f"max_tokens={max_tokens} is not allowed; perplexity needs at least 2 tokens")
+    tokens = torch.as_tensor(tokens)
     if tokens.ndim != 1:
         raise UserError(f"tokens have shape {list(tokens.shape)}; give one flat sequence of token ids")
     tokens = tokens[:max_tokens].to("cpu", torch.int64)

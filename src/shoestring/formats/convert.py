@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoestring.errors import UserError, suggest
+from shoestring.errors import UserError, shown, suggest
 from shoestring.formats.base import Format, Parts
 from shoestring.formats.dense import Dense
 from shoestring.formats.embedding import FormatEmbedding, check_row_wise
@@ -144,6 +144,11 @@ def assign(
     modules: dict[str, nn.Module], rules: Sequence[Rule], skip: Iterable[str], tied: dict[str, str]
 ) -> tuple[dict[str, Format], list[Left]]:
     """Which Format each module gets, and why the others get none; raises UserError on a rule without effect."""
+    for rule in rules:
+        match rule:
+            case (str(), Format()):
+                continue
+        raise UserError(f"{shown(rule)} is no rule; give a list of (glob, Format), like [('*', parse_format('int4'))]")
     skip = tuple(skip)
     chosen: dict[str, Format] = {}
     left: list[Left] = []

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from shoestring.device import pick_device
-from shoestring.errors import UserError
+from shoestring.errors import UserError, shown
 from shoestring.formats import allocate_packed, use_kernels
 from shoestring.formats.convert import format_hosts
 from shoestring.formats.linear import local
@@ -29,7 +29,7 @@ from shoestring.model import hf_names
 from shoestring.model.compressed_tensors import METHOD, CompressedFiles
 from shoestring.model.fp8_folder import Fp8Files, is_fp8
 from shoestring.model.gptq_awq import AWQ, GPTQ, GptqAwqFiles
-from shoestring.model.hf import spec_from_hf, token_ids
+from shoestring.model.hf import spec_of_folder, token_ids
 from shoestring.model.save import PACKED_VERSION, save_model
 from shoestring.model.spec import ModelSpec
 from shoestring.model.transformer import Decoder
@@ -62,6 +62,8 @@ def load_model(
     Packed modules keep their stored parts; `dtype` is what they are decoded to.
     """
     device = pick_device(str(device))
+    if not isinstance(dtype, torch.dtype):
+        raise UserError(f"dtype={shown(dtype)} is not a dtype of torch; give for example torch.bfloat16")
     where, source = _open_source(path)
     source.check_size()
     with torch.device("meta"):
@@ -128,7 +130,7 @@ def described(path: str | Path) -> Decoder | None:
     if folder.is_file():
         return None
     with torch.device("meta"):
-        return Decoder(spec_from_hf(read_object(folder / "config.json")))
+        return Decoder(spec_of_folder(folder))
 
 
 class _WeightSource(Protocol):
@@ -149,7 +151,7 @@ class _FolderSource:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         config = read_object(folder / "config.json")
-        self.spec = _with_generation_eos(spec_from_hf(config), folder)
+        self.spec = _with_generation_eos(spec_of_folder(folder), folder)
         self._files: TensorFiles | ForeignFiles
         if quantization := _foreign_packing(folder, config):
             self._files = foreign_files(folder, quantization)
@@ -248,7 +250,7 @@ def _with_generation_eos(spec: ModelSpec, folder: Path) -> ModelSpec:
 
 
 def _foreign_packing(folder: Path, config: dict[str, Any]) -> dict[str, Any] | None:
-    """The quantization_config of another library whose folders are read (spec_from_hf refuses the others)."""
+    """The quantization_config of another library whose folders are read (spec_of_folder refuses the others)."""
     quantization = config.get("quantization_config")
     if not isinstance(quantization, dict) or (folder / "shoestring.json").is_file():
         return None
@@ -290,7 +292,9 @@ def _read_packing(folder: Path, spec: ModelSpec) -> tuple[dict[str, dict[str, An
         return {}, torch.float32
     packing = read_object(file)
     if packing.get("version") != PACKED_VERSION:
-        raise UserError(f"{file} has version {packing.get('version')!r}; this release reads {PACKED_VERSION}: update")
+        raise UserError(
+            f"{file} has version {shown(packing.get('version'))}; this release reads {PACKED_VERSION}: update"
+        )
     modules, dtype = packing.get("modules"), getattr(torch, str(packing.get("compute_dtype")), None)
     if not isinstance(modules, dict) or not isinstance(dtype, torch.dtype):
         raise UserError(

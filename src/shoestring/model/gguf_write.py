@@ -252,10 +252,10 @@ def _replacing(path: Path) -> Iterator[Path]:
         temp.replace(path)
         sync(path.parent)
     except OSError as error:
-        reason = error.strerror or str(error)
-        raise UserError(
-            f"cannot write {path}: {reason}; nothing was changed; {room(error)}choose another place"
-        ) from error
+        reason, hint = error.strerror or str(error), room(error)
+        if error.errno is None:  # numpy wrote only a part of an array, and does not say why
+            reason, hint = f"{reason}, perhaps because the disk is full", "free some space or "
+        raise UserError(f"cannot write {path}: {reason}; nothing was changed; {hint}choose another place") from error
     finally:
         with contextlib.suppress(OSError):
             temp.unlink(missing_ok=True)

@@ -12,10 +12,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal, cast
 
 from shoestring.errors import UserError, shown, suggest
-from shoestring.json_files import REQUIRED, Fields
+from shoestring.json_files import REQUIRED, Fields, read_object
 from shoestring.model.spec import (
     DynamicRope,
     Experts,
@@ -139,6 +140,16 @@ def _refuse_unknown_arithmetic(config: Fields, model_type: str) -> None:
             f"config.json: quantization_config says the weights are packed by {shown(method)}, which is not read; "
             "give the folder of the unquantized model (float32, float16 or bfloat16 safetensors)"
         )
+
+
+def spec_of_folder(folder: Path) -> ModelSpec:
+    """The ModelSpec of a folder's config.json; errors name the folder."""
+    path = folder / "config.json"
+    values = read_object(path)
+    try:
+        return spec_from_hf(values)
+    except UserError as error:
+        raise UserError(str(error).replace("config.json", str(path), 1)) from None
 
 
 def spec_from_hf(values: dict[str, Any]) -> ModelSpec:
@@ -348,7 +359,9 @@ def _full_layers(kinds: Any, num_layers: int) -> tuple[int, ...]:
         raise UserError(f"config.json: layer_types must be a list with one entry for each of the {num_layers} layers")
     unknown = sorted({str(k) for k in kinds} - {"full_attention", "sliding_attention"})
     if unknown:
-        raise UserError(f"config.json: layer_types has {unknown[0]!r}; supported: full_attention, sliding_attention")
+        raise UserError(
+            f"config.json: layer_types has {shown(unknown[0])}; supported: full_attention, sliding_attention"
+        )
     return tuple(i for i, kind in enumerate(kinds) if kind == "full_attention")
 
 

@@ -85,8 +85,13 @@ def save_model(
     return write_folder(path, entries, write_rest, stem="packed" if packed else "model", mesh=mesh, limit=shard_bytes)
 
 
-def saved_bytes(model: Decoder, *, shard_bytes: int = SHARD_BYTES) -> int:
+def saved_bytes(model: Decoder) -> int:
     """The bytes of the weight files that `pack` and `save_model` would write; every rank calls it."""
+    return model_bytes(saved_files(model))
+
+
+def saved_files(model: Decoder) -> dict[str, list[TensorInfo]]:
+    """The weight files that `pack` and `save_model` would write, by name; every rank calls it."""
     state = model.state_dict()
     for name, host in format_hosts(model):
         if host.packed or isinstance(host.format, Dense):
@@ -97,7 +102,7 @@ def saved_bytes(model: Decoder, *, shard_bytes: int = SHARD_BYTES) -> int:
             parts = host.format.stored().empty_parts(host.shape, model.compute_dtype)
         state |= {f"{name}.weight_{n}": t for n, t in parts.items()}
     entries, packed = _plan(model, state, None)
-    return model_bytes(plan_shards([e.info for e in entries], "packed" if packed else "model", shard_bytes))
+    return plan_shards([e.info for e in entries], "packed" if packed else "model")
 
 
 @torch.no_grad()

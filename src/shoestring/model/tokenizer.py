@@ -26,7 +26,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors,
 from tokenizers import Tokenizer as Backend
 
 from shoestring.errors import UserError, shown
-from shoestring.json_files import MOST_TEXT, Fields, read_object, read_text
+from shoestring.json_files import MOST_TEXT, Fields, parse_json, read_object, read_text
 from shoestring.model.chat import render
 from shoestring.model.hf import MOST_TOKEN_ID, token_ids
 from shoestring.model.vocabulary import (
@@ -422,14 +422,39 @@ def _is_byte_token(name: str) -> bool:
 # --- files ----------------------------------------------------------------------------------------
 
 
+# A prefix of continued words that is not empty, or a letter that is escaped, which could hide its key.
+_SUBWORD_PREFIX = re.compile(r'"continuing_subword_prefix"\s*:\s*"(?!")|\\u00(?:5[fF]|6[1-9a-fA-F]|7[0-9aA])')
+
+
 def _read_backend(file: Path) -> Backend:
     text = read_text(file)
+    if _SUBWORD_PREFIX.search(text):
+        _check_prefixed_merges(parse_json(text, str(file)), file)
     with library_errors(f"{file} is not a tokenizer.json of the tokenizers library"):
         backend = Backend.from_str(text)
     # As in `transformers`: how long a text may be is the caller's choice. A padding to 10**12 would end the process.
     backend.no_truncation()
     backend.no_padding()
     return backend
+
+
+def _check_prefixed_merges(values: Any, file: Path) -> None:
+    """UserError where the second half of a BPE merge does not begin with `continuing_subword_prefix`.
+
+    The library cuts as many bytes off each of them without looking, and a cut inside a character ends the process."""
+    model = values.get("model") if isinstance(values, dict) else None
+    prefix = model.get("continuing_subword_prefix") if isinstance(model, dict) else None
+    merges = model.get("merges") if isinstance(model, dict) else None
+    if not isinstance(prefix, str) or not isinstance(merges, list):
+        return
+    for merge in merges:
+        halves = merge.split(" ") if isinstance(merge, str) else merge
+        second = halves[-1] if isinstance(halves, list) and halves else ""
+        if not (isinstance(second, str) and second.startswith(prefix)):
+            raise UserError(
+                f"{file}: the merge {shown(merge)} does not fit continuing_subword_prefix={shown(prefix)}: its second "
+                "half must begin with it; download the tokenizer again"
+            )
 
 
 def _read_gpt2_files(folder: Path, config: Mapping[str, Any]) -> Backend:

@@ -137,12 +137,14 @@ def open_tensors(path: Path) -> Any:
 
     try:
         return safe_open(path, framework="pt", device="cpu")
-    except PermissionError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
     except (SafetensorError, OSError, ValueError) as error:
-        with path.open("rb") as f:
-            if f.read(20).startswith(b"version https://git-"):
-                raise UserError(f"{path} is a Git LFS pointer, not the weights; run `git lfs pull`") from error
+        try:
+            with path.open("rb") as f:
+                start = f.read(20)
+        except OSError as why:
+            raise UserError(f"cannot read {path}: {why.strerror}") from error
+        if start.startswith(b"version https://git-"):
+            raise UserError(f"{path} is a Git LFS pointer, not the weights; run `git lfs pull`") from error
         raise UserError(
             f"{path} is truncated or corrupt ({shortened(str(error), 200)}); download or save it again"
         ) from error

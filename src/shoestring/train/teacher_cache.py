@@ -283,6 +283,7 @@ class _Cache:
     """Rows by target index: memory-mapped, or resident on a device."""
 
     kind: ClassVar[str]
+    needed: ClassVar[tuple[str, ...]]  # the fields that lookups read
     folder: Path
     num_targets: int
     num_filled: int
@@ -301,6 +302,8 @@ class _Cache:
                     columns[name] = (kind, width)
                 case _:
                     raise UserError(f"{given.where}: the field {shown(name)} is {shown(column)}; build the cache again")
+        if absent := [name for name in cls.needed if name not in columns]:
+            raise UserError(f"{given.where}: the field {absent[0]!r} is missing; build the cache again")
         held: dict[str, Any] = {
             "folder": Path(folder),
             "arrays": _map(Path(folder), columns, given.whole("num_targets"), "r"),
@@ -348,6 +351,7 @@ def _plain(a: np.ndarray) -> np.ndarray:
 @dataclass(frozen=True)
 class TeacherCache(_Cache):
     kind = "top-k"
+    needed = ("ids", "logp", "tail")
     k: int
     vocab: int
     confidence: float  # mean probability that the teacher gives the targets
@@ -379,6 +383,7 @@ class TeacherCache(_Cache):
 @dataclass(frozen=True)
 class ScalarCache(_Cache):
     kind = "scalar"
+    needed = ("value",)
 
     def lookup(self, index_BT: Tensor) -> Tensor:
         """[B, T] fp32; NaN for a target that was never computed."""
@@ -394,7 +399,8 @@ def _read_manifest(folder: Path, kind: str) -> dict[str, Any]:
         raise UserError(f"{folder} holds no teacher cache: {reason}")
     if manifest.get("version") != VERSION or manifest.get("kind") != kind:
         raise UserError(
-            f"{folder} holds a cache of kind {manifest.get('kind')!r}, version {manifest.get('version')}; this is for "
+            f"{folder} holds a cache of kind {shown(manifest.get('kind'))}, version "
+            f"{shown(manifest.get('version'))}; this is for "
             f"kind {kind!r}, version {VERSION}"
         )
     return manifest

@@ -473,7 +473,9 @@ def _pieces_to_json(pieces: Sequence[Piece]) -> list[list[Any]]:
 def _plan_from_json(data: Mapping[str, Any], where: str) -> ReshardPlan:
     fields = Fields(data, where)
     if fields.whole("version") != VERSION:
-        raise UserError(f"{where} has version {data['version']}, this release reads {VERSION}; make the plan again")
+        raise UserError(
+            f"{where} has version {shown(data['version'])}, this release reads {VERSION}; make the plan again"
+        )
     layouts = [layout_from_json(entry, where) for entry in fields.list("layouts")]
     classes = []
     for entry in fields.list("classes"):
