@@ -72,12 +72,14 @@ CASES: dict[str, tuple[str, ModelSpec, str, str]] = {
 }
 VARIANTS = [
     RowStepPlan(),
+    RowStepPlan(fillers=2),
     RowStepPlan(share_keys=128),
-    RowStepPlan(share_keys=128, watched=1024),
-    RowStepPlan(share_keys=128, watched=8192),
-    RowStepPlan(share_keys=128, watched=1 << 20),
-    RowStepPlan(short_keys=128),
-    RowStepPlan(flight=4096),
+    RowStepPlan(watched=1 << 20, quads=4),
+    RowStepPlan(watched=1 << 20, quads=4, ahead=1),
+    RowStepPlan(share_keys=128, watched=1 << 20, quads=5),
+    RowStepPlan(share_keys=128, watched=1 << 20, quads=5, fillers=2),
+    RowStepPlan(share_keys=128, watched=1 << 20, quads=5, fillers=2, ahead=1),
+    RowStepPlan(share_keys=128, watched=1 << 20, quads=5, fillers=2, flight=4096),
 ]
 WAIT = 1_000_000  # clocks of the device, about 0.6 ms: the launch of a replay is over by then
 WRONG = 0.08  # relative distance of two steps in bf16, with random weights

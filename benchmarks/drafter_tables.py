@@ -56,16 +56,18 @@ def _filled(header: list[str], rows: list[list[str]]) -> tuple[list[str], list[l
 
 
 def _lasting(lines: list[dict[str, Any]]) -> set[str]:
-    """Of the targets of one shape (every run trains a new one): the one with the most rows, and the last one if its
-    drafters were trained long enough."""
+    """Of the targets of one shape (every run trains a new one): the one with the most rows, those with several seeds,
+    and the last one if its drafters were trained long enough."""
     rows: dict[str, set[str]] = {}
     steps: dict[str, int] = {}
+    seeds: dict[str, set[int]] = {}
     for n in lines:
         target = n["config"]["target"]
         what = json.dumps([n["case"], n["config"].get("budget"), n["config"].get("steps")])
         rows.setdefault(target, set()).add(what)
         steps[target] = max(steps.get(target, 0), n["config"].get("steps", 0))
-    found = set()
+        seeds.setdefault(target, set()).add(n["config"].get("seed", 1))
+    found = {t for t in rows if len(seeds[t]) > 1}
     for shape in {_shape(t) for t in rows}:
         own = [t for t in rows if _shape(t) == shape]
         most = max(own, key=lambda t: (min(steps[t], FEW_STEPS), len(rows[t])))

@@ -138,13 +138,14 @@ def rank_main(rank: int, world: int, place: Path, meeting: Path, record_history:
     report.write_text(json.dumps({"step": run.step, "good": good}))
     progress = os.open(place / f"progress-{rank}", os.O_RDWR | os.O_CREAT)
     intervals = [int(os.pread(progress, 8, 8) or 0)]  # of the life before: what is in memory was saved under it
+    plan = None
     while run.step < STEPS:
         take_step(run)
         os.pwrite(progress, f"{run.step:8d}{max(intervals):8d}".encode(), 0)
         saver.after_step(run, {})
-        if saver.stalls and saver.plan is not None:
-            intervals = [*intervals[-1:], saver.plan.steps]  # at the newest save, and at the one before
-            saver.stalls.clear()
+        if saver.plan is not None and saver.plan is not plan:
+            plan = saver.plan  # made at every save, and once more when the costs of the first ones are known
+            intervals = [*intervals[-1:], plan.steps]
     saver.let_go()
 
 

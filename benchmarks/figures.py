@@ -236,7 +236,7 @@ def quality_bits() -> str:
                 [Level(f"full precision: {dense:.2f}", dense, at_left=True)],
             )
         ],
-        f"AWQ and GPTQ are calibrated on 16,384 tokens; BitDistiller and ours train on 1,048,576 (mixed: one seed). "
+        f"AWQ and GPTQ are calibrated on 16,384 tokens; BitDistiller and ours train on 1,048,576 (seeds: on the page). "
         f"{SOURCE} {above} points lie above {HIGHEST:.0f} and are in the table. Several points of a method at the "
         "same bits are different grids (int, NF, FP).",
         height=340,
@@ -378,7 +378,7 @@ def loss_curves() -> str:
 def wall_clock() -> str:
     """Equal seconds of training at width 2,048: training loss by second, and the validation loss at the end."""
     tables = experiment("sparse24_tables")
-    lines = tables.wall_clock_lines()
+    lines = tables.wall_clock_groups()[-1]
     found = tables.at_rates(lines)
     drawn = {
         "dense": ("dense bf16", INK),

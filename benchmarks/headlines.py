@@ -84,7 +84,9 @@ def quality(bits: int) -> list[str]:
     def seeds(*methods: list[dict[str, Any]]) -> str:
         counts = [len({n["config"]["seed"] for n in lines}) for lines in methods]
         said = " and ".join(str(count) for count in dict.fromkeys(counts))
-        return "one seed each" if set(counts) == {1} else f"{said} seeds{' each' if len(set(counts)) == 1 else ''}"
+        if len(set(counts)) > 1:
+            return f"{said} seeds"
+        return "one seed each" if counts[0] == 1 else f"{said} seeds each"
 
     def shown(method: str, label: str = grid) -> str:
         return spread(best[tables.SMOLLM2, method, label].lines)
@@ -94,11 +96,16 @@ def quality(bits: int) -> list[str]:
     lines = [n for n in tables.counting() if n["config"]["model"] == tables.SMOLLM2 and n["config"]["format"] == grid]
     ours = [n for n in lines if n["config"]["method"] in chosen]
     theirs = best[tables.SMOLLM2, "bitdistiller", grid].lines
-    theirs_mixed, ours_mixed = (
-        f", with mixed formats {shown(m)}" if (tables.SMOLLM2, m, grid) in best else ""
-        for m in (tables.THEIRS_MIXED, tables.MIXED)
-    )
-    count = seeds(ours, theirs) + ("; mixed: one seed" if ours_mixed else "")
+    theirs_mixed = ours_mixed = mixed = ""
+    if {(tables.SMOLLM2, m, grid) for m in (tables.MIXED, tables.THEIRS_MIXED)} <= best.keys():
+        best_mix, others = best[tables.SMOLLM2, tables.MIXED, grid], best[tables.SMOLLM2, tables.THEIRS_MIXED, grid]
+        shipped = [n for n in lines if n["config"]["method"].startswith(f"{SHIPPED[bits]},mix=")]
+        better = best_mix.method != shipped[0]["config"]["method"]
+        theirs_mixed, ours_mixed = (f", with mixed formats {spread(n)}" for n in (others.lines, shipped))
+        mixed = f"; mixed: {seeds(shipped, others.lines)}"
+        if better:
+            mixed += f"; at other rates {spread(best_mix.lines)}, {seeds(best_mix.lines).removesuffix(' each')}"
+    count = seeds(ours, theirs) + mixed
     return [
         f"{bits}-bit weights ({stored:.2f} bits stored), perplexity",
         f"{tables.SMOLLM2}, WikiText-2",
@@ -158,7 +165,7 @@ def speculation() -> list[str]:
         "same engine without a drafter; n-gram lookup",
         f"{speed}; always 4 drafts, one request: trained {fixed[trained]:.2f}x, n-gram "
         f"{fixed[drafter_tables.LOOKUP]:.2f}x. Sampled at temperature 1 / 0.7, one request, same shape on {said}): "
-        f"{drawn['drawn']:.2f}x / {drawn['drawn at 0.7']:.2f}x ({turns})",
+        f"{drawn['drawn']:.2f}x / {drawn['drawn at 0.7']:.2f}x ({turns}). One drafter each",
         link("drafter", "methods/drafter.md"),
     ]
 

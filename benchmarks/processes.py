@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[1]
@@ -43,10 +43,17 @@ def take_turn() -> None:
 
 
 def run_in_turns(
-    commands: Sequence[Sequence[str]], folder: Path, *, patience: float, seconds: float, least: float = 3.0
+    commands: Sequence[Sequence[str]],
+    folder: Path,
+    *,
+    patience: float,
+    seconds: float,
+    least: float = 3.0,
+    when_ready: Callable[[float], None] | None = None,
 ) -> list[str]:
     """The outcome of each: "done", "failed", "late" (not ready after `patience` seconds), "no time" (less than `least`
-    of the `seconds` left at its turn), "stopped" (not done at their end).
+    of the `seconds` left at its turn), "stopped" (not done at their end). `when_ready` is told how many of the seconds
+    are left before the first turn.
     """
     began = time.monotonic()
     places = [folder / str(number) for number in range(len(commands))]
@@ -64,6 +71,8 @@ def run_in_turns(
         for child, r in zip(children, ready, strict=True):
             if not r.exists():
                 child.kill()  # still compiling: it would disturb the others
+        if when_ready is not None:
+            when_ready(seconds - (time.monotonic() - began))
         return [
             _measure(child, place, seconds - (time.monotonic() - began), least)
             for child, place in zip(children, places, strict=True)

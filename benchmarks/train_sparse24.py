@@ -38,6 +38,7 @@ from benchmarks.results import markdown, newest, provenance, record
 from benchmarks.train_dense import FixedData
 from shoestring.errors import UserError, as_command
 from shoestring.formats import Dense, Format, Sparse24, convert, init_state
+from shoestring.formats.sparse24_products import scaled_mm
 from shoestring.kernels.runtime.capture_stream import on_capture_stream
 from shoestring.kernels.sparse24 import cusparselt, ffn
 from shoestring.kernels.sparse24.masked_decay import masked_decay_
@@ -391,13 +392,11 @@ class Fp8Product(torch.autograd.Function):
         dz8, sz = to_fp8(grads[0], torch.float8_e5m2)
         # The second operand must lie column by column, so both gradients need a transposed copy.
         dx = torch._scaled_mm(dz8, w8.t().contiguous().t(), scale_a=sz, scale_b=sw, out_dtype=torch.bfloat16)
-        return dx, fp8_weight_grad(dz8, sz, x8, sx).to(ctx.master)
+        return dx, fp8_weight_grad(dz8, sz, x8, sx, torch.bfloat16).to(ctx.master)
 
 
-def fp8_weight_grad(dz8: Tensor, sz: Tensor, x8: Tensor, sx: Tensor) -> Tensor:
-    return torch._scaled_mm(
-        dz8.t().contiguous(), x8.t().contiguous().t(), scale_a=sz, scale_b=sx, out_dtype=torch.bfloat16
-    )
+def fp8_weight_grad(dz8: Tensor, sz: Tensor, x8: Tensor, sx: Tensor, dtype: torch.dtype) -> Tensor:
+    return scaled_mm(dz8.t().contiguous(), x8.t().contiguous(), sz, sx, dtype)
 
 
 class Fp8WeightGrad(torch.autograd.Function):
@@ -413,7 +412,7 @@ class Fp8WeightGrad(torch.autograd.Function):
         x, w = ctx.saved_tensors
         dz = grads[0]
         operands = (*to_fp8(dz, torch.float8_e5m2), *to_fp8(x, torch.float8_e4m3fn))
-        return dz @ w, fp8_weight_grad(*operands).to(w.dtype)
+        return dz @ w, fp8_weight_grad(*operands, dz.dtype).to(w.dtype)
 
 
 # -- tables ----------------------------------------------------------------------------------------------------

@@ -69,6 +69,7 @@ from shoestring.shrink.drafter import Schedule, distil, make_objective, piece_pr
 from shoestring.shrink.drafter_acceptance import Acceptance, engine_for, measure_together
 from shoestring.shrink.drafter_model import coverage, first_layers, frequent_tokens, save_drafter
 from shoestring.shrink.drafter_objectives import DraftDistill
+from shoestring.state.reshard.version import WeightsVersion
 from shoestring.train.data import TokenData
 from shoestring.train.shards import Corpus, TokenShards, tokenize_corpus
 from shoestring.train.teacher_cache import ScalarCache, TeacherCache
@@ -108,8 +109,9 @@ class Row:
     """A drafter, and its entry for drafter_speed.py; without a path: none there."""
 
     path: Path | None
-    drafter: Drafter
+    model: Decoder | None  # None: n-gram lookup alone
     told: dict[str, Any]
+    lookup: NgramDrafter | None = None  # asked before the model
 
     def write(self) -> None:
         if self.path is None:
@@ -155,6 +157,7 @@ class Bench:
         self.references: dict[tuple[int, int], ScalarCache] = {}
         self.plain: dict[int, Decoder] = {}  # by steps, trained with KL on all tokens
         self.engine: Engine | None = None
+        self.served: DraftModel | None = None  # whose weights are replaced by those of the drafter that is measured
 
     def rows_of(self, case: Case) -> TokenData:
         """The rows that a case sees; more of them in a step are those of several steps."""
@@ -230,21 +233,27 @@ class Bench:
         return drafter, steps
 
     # -- measuring ------------------------------------------------------------------------------------------
-    def drafter(self, model: Decoder) -> DraftModel:
-        """The drafter with its trained head."""
-        if self.vocab_ids is not None:
-            trim_head(model, self.vocab_ids)
-        return DraftModel(model, vocab_ids=self.vocab_ids)
+    def drafter(self, row: Row) -> Drafter:
+        """What a row measures. All models are served by one DraftModel: its kernels and graphs are made once."""
+        if row.model is None:
+            assert row.lookup is not None
+            return row.lookup
+        if self.served is None:
+            self.served = DraftModel(copy.deepcopy(row.model), vocab_ids=self.vocab_ids)
+        else:
+            self.served.model.load_state_dict(row.model.state_dict())
+            self.served.runner.weights_written(WeightsVersion(row.told["drafter"], 0))
+        return self.served if row.lookup is None else DrafterStack([row.lookup, self.served])
 
     def keep(self, case: str, budget: str, model: Decoder | None, **config: Any) -> Row:
         """Write a drafter with the full vocabulary, and its measurements; None: n-gram lookup."""
         size = self.size
         name = f"{case}-{budget}-{self.seed}".replace(" ", "-").replace(",", "")
-        drafter: Drafter = NgramDrafter()
         if model is not None:
             model = inference(model, self.target.compute_dtype)
             save_drafter(self.folder / "drafters" / name, model, None, self.vocab_ids)
-            drafter = self.drafter(model)
+            if self.vocab_ids is not None:
+                trim_head(model, self.vocab_ids)
         config = {
             "target": self.name,
             "budget": budget,
@@ -257,7 +266,8 @@ class Bench:
         }
         note = f"acceptance: {len(self.prompts)} prompts of {size.prompt_tokens} tokens, {size.new_tokens} new"
         told = {"case": case, "config": config, "note": note, "drafter": name if model else "ngram"}
-        row = Row(self.folder / "rows" / f"{name}.json", drafter, {**told, "quality": {}})
+        lookup = NgramDrafter() if model is None else None
+        row = Row(self.folder / "rows" / f"{name}.json", model, {**told, "quality": {}}, lookup)
         row.write()
         return row
 
@@ -267,14 +277,14 @@ class Bench:
         told["drafter"] = f"ngram+{told['drafter']}"
         assert other.path is not None
         path = other.path.with_name(f"ngram-{other.path.name}")
-        row = Row(path, DrafterStack([NgramDrafter(), other.drafter]), told)
+        row = Row(path, other.model, told, NgramDrafter())
         row.write()
         return row
 
     def stacked_on_long_matches(self, other: Row) -> Row:
         """The same where lookup needs a match of 4 tokens; acceptance only."""
         told = {**other.told, "case": f"n-gram of 4, then {other.told['case']}", "quality": {}}
-        return Row(None, DrafterStack([NgramDrafter(shortest=4), other.drafter]), told)
+        return Row(None, other.model, told, NgramDrafter(shortest=4))
 
     def compile(self) -> None:
         """Compile every kernel that drafter_speed.py needs, into the cache."""
@@ -286,18 +296,19 @@ class Bench:
 
     def measure(self, row: Row) -> None:
         """Measure and record acceptance, with one engine for all drafters."""
-        size, told = self.size, row.told
+        size, told, began = self.size, row.told, time.perf_counter()
+        drafter = self.drafter(row)
         if self.engine is None:
             self.engine = engine_for(self.target, self.prompts, size.new_tokens, size.at_once)
         found: dict[str, float] = {}
         runs = [[temperature for _, temperature in KINDS]]
-        if isinstance(row.drafter, DrafterStack):  # its order depends on what was accepted at other temperatures
+        if isinstance(drafter, DrafterStack):  # its order depends on what was accepted at other temperatures
             runs = [[temperature] for temperature in runs[0]]
         measured: dict[float, Acceptance] = {}
         for temperatures in runs:
             measured |= measure_together(
                 self.target,
-                row.drafter,
+                drafter,
                 self.prompts,
                 temperatures,
                 num_drafts=NUM_DRAFTS,
@@ -327,7 +338,11 @@ class Bench:
         shown = [
             f"at {t:g}: {found[f'{k}acceptance']:.3f} {found[f'{k}accepted_length']:.2f}" for k, t in reversed(KINDS)
         ]
-        print(f"{told['case']:24} {told['config']['budget']:13} acceptance, length {'; '.join(shown)}", flush=True)
+        seconds = f"  [{time.perf_counter() - began:.1f} s]"
+        print(
+            f"{told['case']:24} {told['config']['budget']:13} acceptance, length {'; '.join(shown)}{seconds}",
+            flush=True,
+        )
 
 
 def main() -> None:
@@ -497,7 +512,7 @@ def run(bench: Bench, args: argparse.Namespace, began: float) -> None:
             return
         if args.sampled_seconds is None:
             bench.measure(rows[-1])
-    if rows and args.sampled_seconds is None:
+    if rows and args.sampled_seconds is None and not late():
         longest = max(rows, key=lambda row: row.told["config"]["steps"])
         bench.measure(bench.keep_stacked(longest))
         bench.measure(bench.stacked_on_long_matches(longest))

@@ -116,6 +116,7 @@ class Size:
     dense: float | None = None  # part of the steps in which FST is dense, where it differs from `finish`
     decay: float | None = None  # of masked weights; None: FST's is found, SR-STE's as published
     dense_start: bool = False  # FST with a given decay is dense in the warm-up, too
+    from_pruned: bool = False  # masked weights are zero when FST becomes dense
 
     def rate(self) -> Schedule:
         """The learning rate by step."""
@@ -164,11 +165,11 @@ class DenseFp8(Dense):
 
 @dataclass(frozen=True)
 class Fp8GradSparse24(Sparse24):
-    """2:4 as Sparse24 says; on a GPU the weight gradient is a dense product in FP8."""
+    """2:4 as Sparse24 says; the weight gradient is a dense product in FP8."""
 
     def train_linear(self, x: Tensor, w: Tensor, state: Parts, bias: Tensor | None) -> Tensor:
         used = self.fake(w, state)
-        if not torch.is_grad_enabled() or not x.is_cuda:
+        if not torch.is_grad_enabled():
             return F.linear(x, used, bias)
         z = Fp8WeightGrad.apply(x.flatten(0, -2), used).view(*x.shape[:-1], -1)
         return z if bias is None else z + bias
@@ -352,7 +353,8 @@ def make_hooks(case: str, size: Size, model: nn.Module, seed: int) -> list[Hook]
         decay, finish = MaskedDecay(size.decay or 0.0), size.steps - round(dense * size.steps)
         servo = [FlipController(model, meter, decay, probe=size.warmup)] if size.decay is None else []
         pull = DenseStart(model, decay, until=size.warmup) if size.dense_start else decay
-        return [clock, meter, MaskRefresh(size.refresh), pull, *servo, DenseFinish(model, at=finish)]
+        last = DenseFinish(model, at=finish, from_pruned=size.from_pruned)
+        return [clock, meter, MaskRefresh(size.refresh), pull, *servo, last]
     if case.startswith("S-STE"):
         return [clock, meter]
     if case.startswith("SR-STE"):
@@ -390,7 +392,8 @@ def dense_loss(config: dict[str, Any]) -> float | None:
     """The loss of the newest dense line with the same settings; rows may be measured in several calls."""
 
     def shared(config: dict[str, Any]) -> dict[str, Any]:
-        return {k: v for k, v in config.items() if k not in ("d_ff", "decay", "dense_start", "finish", "dense", "lr")}
+        own = ("d_ff", "decay", "dense_start", "finish", "dense", "from_pruned", "lr")
+        return {k: v for k, v in config.items() if k not in own}
 
     def same(line: dict[str, Any]) -> bool:
         return shared(line["config"]) == shared(config)
@@ -441,13 +444,14 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--finish", type=float, default=FINISH, help="dense part of FST, and of wsd's falling rate")
     parser.add_argument("--dense-for", type=float, help="dense part of FST, where the rate does not fall all the while")
     parser.add_argument("--dense-start", action="store_true", help="FST is dense in its warm-up, with --decay, too")
+    parser.add_argument("--from-pruned", action="store_true", help="masked weights of FST are zero when it gets dense")
     parser.add_argument("--decay", type=float, help="of the masked weights of SR-STE and FST, fixed")
     return parser
 
 
 def size_of(args: argparse.Namespace) -> Size:
     size = replace(SIZES[args.size], schedule=args.schedule, finish=args.finish, dense=args.dense_for)
-    size = replace(size, dense_start=args.dense_start)
+    size = replace(size, dense_start=args.dense_start, from_pruned=args.from_pruned)
     if args.lr is not None:
         size = replace(size, lr=args.lr)
     if args.batch is not None:
@@ -486,7 +490,6 @@ def main() -> None:
         paces(rows_of(args.rows, args.cases, args.seeds), size, corpus, args.pace)
     else:
         run_rows(args, corpus, ends)
-        take_turn()  # benchmarks.processes: the others' turns begin when these rows are done
 
 
 def run_rows(args: argparse.Namespace, corpus: Corpus, ends: float) -> None:
@@ -580,7 +583,9 @@ def label_of(case: str, size: Size, refresh: int | None, lr: float | None = None
         case = f"{case}, dense for {size.dense:.2g}"
     if has_other_decay(case, size):
         case = f"{case}, decay {size.decay:g}"
-    return f"{case}, dense start" if size.dense_start and case.startswith("FST") else case
+    if size.dense_start and case.startswith("FST"):
+        case = f"{case}, dense start"
+    return f"{case}, from pruned" if size.from_pruned and case.startswith("FST") else case
 
 
 def has_other_decay(case: str, size: Size) -> bool:
@@ -606,6 +611,7 @@ def config_of(case: str, name: str, size: Size, corpus: Corpus, seed: int) -> di
         **({} if size.dense is None or not case.startswith("FST") else {"dense": size.dense}),
         **({"decay": size.decay} if has_other_decay(case, size) else {}),  # nor what was published
         **({"dense_start": True} if size.dense_start and case.startswith("FST") else {}),
+        **({"from_pruned": True} if size.from_pruned and case.startswith("FST") else {}),
     }  # fmt: skip
 
 

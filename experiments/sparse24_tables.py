@@ -164,26 +164,34 @@ def seeds_of(rates: dict[float, list[dict[str, Any]]]) -> set[int]:
 
 
 def settings_table() -> str:
-    """FST with other settings after an eighth of the tokens, beside FST as it ships and dense at its best rate."""
+    """FST with other settings after an eighth of the tokens, beside FST as it ships and dense at its best rate, seed by
+    seed."""
     lines = lines_of(SHORT, schedule=WSD, steps=HALF)
     found = at_rates(lines)
     if not {"dense", "FST exact"} <= set(found):
         return NOTHING
-    dense, plain = found["dense"][best_of(found["dense"])][0], found["FST exact"]
-    others = [n for n in lines if n["case"].startswith("FST") and n["config"]["seed"] == dense["config"]["seed"]]
+    dense, plain = {n["config"]["seed"]: n for n in found["dense"][best_of(found["dense"])]}, found["FST exact"]
+    others = [n for n in lines if n["case"].startswith("FST") and n["config"]["seed"] in dense]
     varied = {n["config"]["lr"] for n in others if n["case"] != usual_name(n)}
     others = [n for n in others if n["config"]["lr"] in varied]
     rows = []
-    for n in sorted(others, key=lambda n: (n["config"]["lr"], n["case"] != usual_name(n), n["case"])):
-        shipped = [m for m in plain.get(n["config"]["lr"], []) if m["config"]["seed"] == n["config"]["seed"]]
-        case, *settings = n["case"].replace(f", rate {n['config']['lr']:g}", "").split(", ")
-        named = ", ".join([SHORT_NAMES.get(case, case), *settings])
-        decay = n["config"].get("decay", n["quality"]["masked_decay"])
-        beside = [(n, m) for m in shipped if m is not n]
-        rows.append([named, f"{n['config']['lr']:g}", "" if decay is None else f"{decay:.1e}", f"{n['value']:.4f}",
-                     gap_of([(n, dense)]), gap_of(beside) if beside else ""])  # fmt: skip
-    header = ["", "rate", "decay at the end", "validation loss", "against dense's best", "against FST at this rate"]
-    return markdown(header, rows) + provenance([dense, *others])
+    for label in dict.fromkeys(
+        n["case"] for n in sorted(others, key=lambda n: (n["config"]["lr"], n["case"] != usual_name(n), n["case"]))
+    ):
+        runs = sorted((n for n in others if n["case"] == label), key=lambda n: n["config"]["seed"])
+        lr = runs[0]["config"]["lr"]
+        case, *settings = label.replace(f", rate {lr:g}", "").split(", ")
+        shipped = {m["config"]["seed"]: m for m in plain.get(lr, [])} if label != usual_name(runs[0]) else {}
+        beside = [(n, shipped[n["config"]["seed"]]) for n in runs if n["config"]["seed"] in shipped]
+        fewer = f", {len(beside)} of {len(runs)} seeds" if len(beside) < len(runs) else ""
+        rows.append([
+            ", ".join([SHORT_NAMES.get(case, case), *settings]), f"{lr:g}",
+            ", ".join(f"{n['value']:.4f}" for n in runs),
+            gap_over_seeds([(n, dense[n["config"]["seed"]]) for n in runs]),
+            gap_over_seeds(beside) + fewer if beside else "", str(len(runs)),
+        ])  # fmt: skip
+    header = ["", "rate", "validation loss by seed", "against dense's best", "against FST at this rate", "seeds"]
+    return markdown(header, rows) + provenance([*dense.values(), *others])
 
 
 def usual_name(line: dict[str, Any]) -> str:
@@ -191,36 +199,51 @@ def usual_name(line: dict[str, Any]) -> str:
     return f"FST exact, rate {line['config']['lr']:g}" if ", rate " in line["case"] else "FST exact"
 
 
-def wall_clock_lines() -> list[dict[str, Any]]:
-    """Lines of width 2,048 with the settings of the newest one, at all rates."""
+def wall_clock_groups() -> list[list[dict[str, Any]]]:
+    """Lines of width 2,048 that may be compared, at all rates: of equal seconds on equal text; shorter ones first."""
 
     def settings(line: dict[str, Any]) -> dict[str, Any]:
-        return {k: v for k, v in line["config"].items() if k not in ("d_ff", "seed", "lr", "dense_start")}
+        own = ("d_ff", "seed", "lr", "dense_start", "from_pruned")
+        return {k: v for k, v in line["config"].items() if k not in own}
 
     lines = [n for n in newest(WALL_CLOCK) if n["config"]["d_model"] == 2048]
-    return [n for n in lines if settings(n) == settings(lines[-1])]
+    groups: list[list[dict[str, Any]]] = []
+    for line in lines:
+        known = [group for group in groups if settings(group[0]) == settings(line)]
+        if known:
+            known[0].append(line)
+        else:
+            groups.append([line])
+    return sorted(groups, key=lambda group: group[0]["config"]["seconds"])
 
 
 def wall_clock() -> str:
     """Variants of one width that trained for the same seconds, each compared with dense at dense's best rate."""
-    found = at_rates(wall_clock_lines())
-    if "dense" not in found:
-        return NOTHING
-    best = found["dense"][best_of(found["dense"])]
-    rows = []
-    for case in ("dense", "FP8", "FST", "FST exact", "half-width"):
-        for lr, runs in sorted(found.get(case, {}).items()):
-            pairs = [(n, m) for n in runs for m in best if m["config"]["seed"] == n["config"]["seed"] and m is not n]
-            tokens = [n["quality"]["tokens"] for n in runs]
-            more = statistics.mean(tokens) / statistics.mean(m["quality"]["tokens"] for m in best)
-            at_once = case.startswith("FST") and "dense_start" not in runs[0]["config"]
-            rows.append([
-                SHORT_NAMES.get(case, case) + (", sparse at once" if at_once else ""), f"{lr:g}",
-                f"{statistics.mean(n['value'] for n in runs):.4f}",
-                gap_of(pairs) if pairs else "", f"{statistics.mean(tokens) / 1e6:.1f}M", f"{more:.2f}x", str(len(runs)),
-            ])  # fmt: skip
-    header = ["", "rate", "validation loss", "against dense's best", "tokens seen", "tokens against that", "seeds"]
-    return markdown(header, rows) + provenance(wall_clock_lines())
+    rows: list[list[str]] = []
+    shown: list[dict[str, Any]] = []
+    for lines in wall_clock_groups():
+        found = at_rates(lines)
+        if "dense" not in found:
+            continue
+        best = found["dense"][best_of(found["dense"])]
+        shown += lines
+        for case in ("dense", "FP8", "FST", "FST exact", "half-width"):
+            for lr, runs in sorted(found.get(case, {}).items()):
+                pairs = [
+                    (n, m) for n in runs for m in best if m["config"]["seed"] == n["config"]["seed"] and m is not n
+                ]
+                tokens = [n["quality"]["tokens"] for n in runs]
+                more = statistics.mean(tokens) / statistics.mean(m["quality"]["tokens"] for m in best)
+                at_once = case.startswith("FST") and "dense_start" not in runs[0]["config"]
+                rows.append([
+                    SHORT_NAMES.get(case, case) + (", sparse at once" if at_once else ""),
+                    f"{lines[0]['config']['seconds']:g}", f"{lr:g}", f"{statistics.mean(n['value'] for n in runs):.4f}",
+                    gap_of(pairs) if pairs else "", f"{statistics.mean(tokens) / 1e6:.1f}M", f"{more:.2f}x",
+                    str(len(runs)),
+                ])  # fmt: skip
+    header = ["", "seconds", "rate", "validation loss", "against dense's best", "tokens seen", "tokens against that",
+              "seeds"]  # fmt: skip
+    return markdown(header, rows) + provenance(shown) if rows else NOTHING
 
 
 def smoke_table() -> str:
@@ -234,7 +257,7 @@ def lines_of(
     more than once; `steps`: only lines of so many."""
 
     def settings(line: dict[str, Any]) -> dict[str, Any]:
-        own = ("seed", "d_ff", "decay", "dense_start", "finish", "dense", "lr")
+        own = ("seed", "d_ff", "decay", "dense_start", "finish", "dense", "from_pruned", "lr")
         return {k: v for k, v in line["config"].items() if k not in own}
 
     def read_again(config: dict[str, Any]) -> bool:

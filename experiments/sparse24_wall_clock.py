@@ -1,17 +1,15 @@
 """2:4 pre-training at equal wall clock: dense, dense FP8, FST and half the feed-forward width, at width 2,048.
 
     python -m experiments.sparse24_wall_clock --seconds 38 --limit 262      an H200, alone on it
-    ... --cases dense FST --lr 8e-4 --seconds 38 --limit 130                another rate, a part of the variants
+    ... --cases dense FST --seconds 140 --limit 315                         a part of the variants, for longer
     python -m experiments.sparse24_wall_clock --size tiny --seconds 3       any machine; records nothing of use
 
 Every variant trains for the same seconds on the same text, in the same order, with the same rate: a warm-up, then
 constant, then linear to zero over the last sixth, all by the clock. So a faster variant sees more tokens. FST is dense
 in the warm-up, as the recipe is, has a fixed decay, and is dense for the last sixth of the time; in both it is no
 faster than dense. Sparse products run sparse where that was measured to be faster; passes are CUDA graphs in every
-variant.
-
---beside "ARGUMENTS" is a call of sparse24_quality whose rows train while the variants compile; it is stopped before the
-first variant trains.
+variant. --seconds are the most: when all variants are ready, what is left of --limit is divided among them, so that
+none is left out because another compiled for long.
 
 Not in the seconds: choosing sparse products, compiling, capturing the first graph, evaluating. In them: new masks,
 decay, FST's further captures when it becomes sparse and dense. FST chooses its products before any other variant uses
@@ -23,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import shlex
 import statistics
 import sys
 import tempfile
@@ -63,7 +60,8 @@ CASES = ("dense", "FST", "FP8", "half-width", "FST exact")
 WARMUP, FINISH = 1 / 20, 1 / 6  # parts of the time
 DECAY = 6e-5  # of masked weights, as published for FST
 ENDLESS = 1 << 30  # steps; the clock ends a run
-TUNING = 45.0  # seconds that variants wait for FST's choice of products
+TUNING = 90.0  # seconds that variants wait for FST's choice of products
+EVALUATING = 7.0  # seconds of a variant's turn besides training: first graph, evaluation, end of the process
 LOG_EVERY = 10  # steps; reading the loss also keeps the host's clock within these of the GPU's
 LLAMA_2048 = {
     "d_model": 2048, "num_layers": 4, "num_heads": 32, "num_kv_heads": 32, "head_dim": 64, "d_ff": 8192,
@@ -122,12 +120,13 @@ def wait_for(file: Path, seconds: float) -> None:
 
 
 def measure(
-    case: str, size: Size, corpus: Corpus, seed: int, seconds: float, tuned: Path | None = None
+    case: str, size: Size, corpus: Corpus, seed: int, seconds: float, shared: Path | None = None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(config, what was found) of one variant, trained for `seconds` after its turn has come. The file `tuned` appears
-    when FST has chosen its products; the others do not touch the GPU before."""
-    if tuned is not None and not case.startswith("FST"):
-        wait_for(tuned, TUNING)
+    """(config, what was found) of one variant, trained for `seconds` after its turn has come. In the folder `shared` of
+    several variants the file `tuned` appears when FST has chosen its products (the others do not touch the GPU before),
+    and `seconds` when all are ready: how long each trains."""
+    if shared is not None and not case.startswith("FST"):
+        wait_for(shared / "tuned", TUNING)
     began = time.perf_counter()
     run, data = build(case, size, corpus, seed, None)
     sparse = case.startswith("FST")
@@ -135,14 +134,16 @@ def measure(
         start_dense_phase(run.model)
     if sparse:
         tune_products(run.model, size.micro * size.context, torch.bfloat16)
-        if tuned is not None:
-            tuned.touch()
+        if shared is not None:
+            (shared / "tuned").touch()
     rehearse(run, data.step(0), sparse)
-    finish = DenseFinish(run.model, at=ENDLESS)
-    hooks = make_hooks(case, size, run, seed, seconds, finish)
     passes = GraphedForwardBackward() if run.mesh.device.type == "cuda" else PlainForwardBackward()
     print(f"{case}: ready after {time.perf_counter() - began:.0f} s", flush=True)
     take_turn()
+    if shared is not None:
+        seconds = float((shared / "seconds").read_text(encoding="utf-8"))
+    finish = DenseFinish(run.model, at=ENDLESS, from_pruned=size.from_pruned)
+    hooks = make_hooks(case, size, run, seed, seconds, finish)
     began = time.perf_counter()
     try:
         train(run, data, CrossEntropy(), steps=size.steps, hooks=hooks, log_every=LOG_EVERY, forward_backward=passes)
@@ -159,7 +160,7 @@ def measure(
         "d_ff": size.shape["d_ff"] // (2 if case == "half-width" else 1), "batch": size.batch, "context": size.context,
         "seconds": seconds, "seed": seed, "lr": size.lr, "vocab_size": corpus.tokenizer.vocab_size,
         "corpus": corpus.train.fingerprint[:8], "different_tokens": len(corpus.train),
-        **({"dense_start": WARMUP} if sparse else {}),
+        **({"dense_start": WARMUP} if sparse else {}), **({"from_pruned": True} if sparse and size.from_pruned else {}),
     }  # fmt: skip
     found = {
         "loss": statistics.fmean(by_part), "loss_by_part": [round(loss, 4) for loss in by_part],
@@ -194,52 +195,63 @@ def open_text(args: argparse.Namespace, size: Size) -> Corpus:
     return tokenize_corpus("python", tokenizer=None, vocab_size=size.vocab_size, max_bytes=args.max_bytes)
 
 
-def all_in_turns(args: argparse.Namespace) -> None:
+def share_of(left: float, num_cases: int, seconds: float) -> float:
+    """Seconds that each variant trains when so many are left for all: whole ones, which name the row."""
+    return min(seconds, float(max(1, math.floor(left / num_cases - EVALUATING)))) if left < math.inf else seconds
+
+
+def all_in_turns(args: argparse.Namespace, size: Size) -> None:
     """Every case in a process of its own. FST chooses its sparse products before the others use the GPU."""
-    module = [sys.executable, "-m", "experiments.sparse24_quality"]
-    beside = [[*module, *shlex.split(arguments)] for arguments in args.beside]
-    if any("--calls" in one for one in beside):
-        raise UserError("--beside takes calls without --calls: the processes of those could not be stopped in time")
-    # What is left after all have trained and been evaluated may be spent compiling.
-    patience = max(10.0, args.limit - len(args.cases) * (args.seconds + 4.0) - 2.0 * len(beside))
-    with tempfile.TemporaryDirectory() as folder:
-        tuned = Path(folder) / "tuned" if any(case.startswith("FST") for case in args.cases) else None
-        commands = [*beside, *(command(args, case, tuned) for case in args.cases)]
-        told = run_in_turns(commands, Path(folder), patience=patience, seconds=args.limit, least=args.seconds + 3.0)
-    print(dict(zip([*args.beside, *args.cases], told, strict=True)), flush=True)
+    began = time.monotonic()
+    open_text(args, size)  # tokenised once, before the others need it
+    limit = args.limit - (time.monotonic() - began)
+    num = len(args.cases)
+    least = args.seconds / 2  # a variant may compile until so many are left for each
+    patience = max(10.0, limit - num * (least + EVALUATING))
+    with tempfile.TemporaryDirectory() as temp:
+        folder = Path(temp)
+        if not any(case.startswith("FST") for case in args.cases):
+            (folder / "tuned").touch()
+
+        def divide(left: float) -> None:
+            (folder / "seconds").write_text(str(share_of(left, num, args.seconds)), encoding="utf-8")
+
+        commands = [command(args, case, folder) for case in args.cases]
+        told = run_in_turns(commands, folder, patience=patience, seconds=limit, least=least, when_ready=divide)
+    print(dict(zip(args.cases, told, strict=True)), flush=True)
 
 
-def command(args: argparse.Namespace, case: str, tuned: Path | None) -> list[str]:
+def command(args: argparse.Namespace, case: str, shared: Path) -> list[str]:
     given = ["--size", args.size, "--seconds", str(args.seconds), "--max-bytes", str(args.max_bytes)]
     given += ["--seed", str(args.seed), *(["--corpus", str(args.corpus)] if args.corpus else [])]
-    given += [*(["--lr", str(args.lr)] if args.lr else []), *(["--tuned", str(tuned)] if tuned else [])]
-    return [sys.executable, "-m", "experiments.sparse24_wall_clock", *given, "--cases", case]
+    given += [*(["--lr", str(args.lr)] if args.lr else []), *(["--from-pruned"] if args.from_pruned else [])]
+    return [sys.executable, "-m", "experiments.sparse24_wall_clock", *given, "--shared", str(shared), "--cases", case]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=tuple(SIZES), default="2048")
-    parser.add_argument("--seconds", type=float, default=65.0, help="of training, for each case")
+    parser.add_argument("--seconds", type=float, default=65.0, help="of training, for each case, at most")
     parser.add_argument("--limit", type=float, default=math.inf, help="seconds for all")
     parser.add_argument("--cases", nargs="*", choices=CASES, default=list(CASES[:4]))
-    parser.add_argument("--beside", nargs="*", default=[], help="calls of sparse24_quality while the cases compile")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max-bytes", type=int, default=96_000_000, help="of the text")
     parser.add_argument("--corpus", type=Path, help="a prepared corpus folder with its tokenizer.json")
     parser.add_argument("--lr", type=float, help="other than the size's own")
-    parser.add_argument("--tuned", type=Path, help=argparse.SUPPRESS)  # of one case among several
+    parser.add_argument("--from-pruned", action="store_true", help="masked weights of FST are zero when it gets dense")
+    parser.add_argument("--shared", type=Path, help=argparse.SUPPRESS)  # of one case among several
     parser.add_argument("--text-only", action="store_true", help="only tokenise the text, for a later call")
     args = parser.parse_args()
     if not 0 < args.seconds < math.inf:
         raise UserError(f"--seconds {args.seconds} is not possible: give more than 0")
     torch.set_float32_matmul_precision("high")  # as benchmarks/train_sparse24 times steps
-    size = replace(SIZES[args.size], lr=args.lr or SIZES[args.size].lr)
+    size = replace(SIZES[args.size], lr=args.lr or SIZES[args.size].lr, from_pruned=args.from_pruned)
     if args.text_only:
         print(f"{len(open_text(args, size).train):,} training tokens", flush=True)
     elif len(args.cases) > 1:
-        all_in_turns(args)
+        all_in_turns(args, size)
     else:
-        config, found = measure(args.cases[0], size, open_text(args, size), args.seed, args.seconds, args.tuned)
+        config, found = measure(args.cases[0], size, open_text(args, size), args.seed, args.seconds, args.shared)
         save(args.cases[0], args.size, config, found)
 
 

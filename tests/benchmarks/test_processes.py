@@ -69,8 +69,9 @@ def test_who_is_late_is_left_out_and_who_takes_too_long_is_stopped(
 
     monkeypatch.setattr(processes.time, "monotonic", seconds)
     monkeypatch.setattr(processes.subprocess.Popen, "wait", wait_until(log))
-    told = processes.run_in_turns(asked, turns, patience=60.0, seconds=100.0)
-    assert told == ["late", "stopped", "no time"]
+    left: list[float] = []
+    told = processes.run_in_turns(asked, turns, patience=60.0, seconds=100.0, when_ready=left.append)
+    assert told == ["late", "stopped", "no time"] and left == [40.0]
     assert log.read_text() == "long begins\n"
 
 

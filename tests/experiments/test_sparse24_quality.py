@@ -290,3 +290,19 @@ def test_a_corpus_without_its_own_tokenizer_is_refused(tmp_path: Path, corpus: P
     Tokenizer.train(iter(["another text", "of other words"]), 280).save(other)
     with pytest.raises(UserError, match="not the tokenizer"):
         open_prepared(other)
+
+
+def test_fp8_weight_gradients_differ_from_exact_ones_in_the_weight_gradient_alone() -> None:
+    torch.manual_seed(0)
+    exact, rounded = sparse24_quality.FORMATS["FST exact"], sparse24_quality.FORMATS["FST FP8 gradient"]
+    w, x, bias, dz = torch.randn(16, 32), torch.randn(2, 24, 32), torch.randn(16), torch.randn(2, 24, 16)
+    state = {name: aux.tensor for name, aux in exact.state(w).items()}
+    found = []
+    for format in (exact, rounded):
+        leaves = [t.clone().requires_grad_() for t in (x, w, bias)]
+        z = format.train_linear(leaves[0], leaves[1], state, leaves[2])
+        found.append((z, *torch.autograd.grad(z, leaves, dz)))
+    (z, dx, dw, db), (z8, dx8, dw8, db8) = found
+    assert torch.allclose(z, z8, atol=1e-5) and torch.allclose(dx, dx8, atol=1e-5) and torch.allclose(db, db8)
+    error = ((dw8 - dw).norm() / dw.norm()).item()
+    assert 0.01 < error < 0.1  # E5M2 has 2 bits of mantissa

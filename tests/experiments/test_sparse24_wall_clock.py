@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 
 from experiments.python_corpus import open_prepared
 from experiments.sparse24_quality import Size
-from experiments.sparse24_wall_clock import ENDLESS, measure, rate_at
+from experiments.sparse24_wall_clock import ENDLESS, measure, rate_at, share_of
 from tiny import small_corpus
 
 TINY = Size(
@@ -20,6 +21,11 @@ TINY = Size(
 def test_the_rate_rises_stays_and_ends_at_zero() -> None:
     rates = [rate_at(spent, 1.0) for spent in (0.0, 0.025, 0.05, 0.5, 5 / 6, 11 / 12, 1.0)]
     assert rates == pytest.approx([0.02, 0.5, 1.0, 1.0, 1.0, 0.5, 0.0])
+
+
+def test_what_is_left_is_divided_among_the_variants() -> None:
+    assert share_of(268.0, 2, 140.0) == 127.0 and share_of(268.0, 2, 38.0) == 38.0
+    assert share_of(math.inf, 2, 38.0) == 38.0
 
 
 def test_fst_trains_sparse_then_dense_for_the_given_seconds(tmp_path: Path) -> None:
