@@ -18,7 +18,7 @@ import torch
 from tokenizers.processors import TemplateProcessing
 
 from shoestring.cli.app import run_cli
-from shoestring.cli.terminal import CompileLine, chat_prompt
+from shoestring.cli.terminal import CompileLine, chat_prompt, stream_text
 from shoestring.errors import Interrupted, UserError
 from shoestring.evals import model_row
 from shoestring.evals.perplexity import perplexity
@@ -329,6 +329,32 @@ def test_chat_reads_lines_from_a_pipe(cli: Cli, chat_folder: Path, monkeypatch: 
     result = cli("chat", chat_folder, "--max-tokens", 4)
     assert result.code == 0
     assert [line for line in result.out.splitlines() if line.startswith("> ")] == ["> hello", "> box"]
+
+
+def test_a_drafter_does_not_change_a_chat(cli: Cli, chat_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def answers(*options: object) -> Result:
+        monkeypatch.setattr(sys, "stdin", io.StringIO("hello\nbox\n"))
+        return cli("chat", chat_folder, "--max-tokens", 9, *options)
+
+    plain = answers()
+    for drafter in ("ngram", chat_folder, f"ngram+{chat_folder}"):
+        assert answers("--drafter", drafter) == plain
+    shown = answers("--drafter", "ngram", "--stats").out
+    assert shown.count("drafted tokens accepted") + shown.count("[nothing was drafted: ") == 2  # for each answer
+    assert_one_line_error(answers("--drafter", "ngrm"), "no drafter ngrm", "Did you mean 'ngram'?")
+    assert_one_line_error(answers("--drafter", ""), "the path of a model is empty")
+
+
+def test_what_drafts_gained_is_told_of_each_answer(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from shoestring.serve import DraftModel, Engine, Sampling
+
+    loaded = load_model(model_folder)
+    drafter = DraftModel(load_model(model_folder).model)
+    engine = Engine(loaded.model, loaded.tokenizer, max_requests=1, drafter=drafter, num_drafts=3)
+    for _ in range(2):
+        stream_text(engine, [5, 6, 7], Sampling(max_tokens=13, ignore_eos=True), stats=True)
+        # The first step reads the prompt, before which nothing is drafted; then three drafts and one token a step.
+        assert "[9 of 9 drafted tokens accepted (100%), 4 steps, 3.25 tokens per step]" in capsys.readouterr().out
 
 
 def test_a_chat_forgets_its_oldest_messages(cli: Cli, chat_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

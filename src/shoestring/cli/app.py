@@ -241,6 +241,7 @@ def chat(
     context: Annotated[
         int, typer.Option(help="Tokens of chat to remember; the oldest messages are dropped first.")
     ] = 4096,
+    drafter: DrafterOption = None,
     skip: SkipOption = "none",
     stats: StatsOption = False,
     device: DeviceOption = "auto",
@@ -264,7 +265,7 @@ def chat(
         if (broken := fault(tokenizer.chat_template)) is not None:
             raise UserError(f"the chat template of {model} is broken, {broken}")
         room = min(context, loaded.spec.max_positions)
-        engine = open_engine(loaded, room, None, skip, ranks)
+        engine = open_engine(loaded, room, drafter, skip, ranks)
         messages = [{"role": "system", "content": system}] if system else []
         for line in user_lines():
             messages.append({"role": "user", "content": line})

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -139,7 +140,7 @@ def stream_text(engine: Engine, tokens: list[int], sampling: Sampling, stats: bo
     pieces: list[str] = []
     compiling = watch_compilations(engine)
     began, first = time.perf_counter(), 0.0
-    before = engine.stats.num_new_tokens
+    before = replace(engine.stats)  # an engine counts on from one answer of a chat to the next
     for piece in engine.stream(tokens, sampling):
         first = first or time.perf_counter() - began
         compiling.clear()
@@ -147,17 +148,18 @@ def stream_text(engine: Engine, tokens: list[int], sampling: Sampling, stats: bo
         pieces.append(piece)
     print("" if pieces else echo, flush=True)
     if stats:
-        num, rest = engine.stats.num_new_tokens - before, time.perf_counter() - began - first
+        num, rest = engine.stats.num_new_tokens - before.num_new_tokens, time.perf_counter() - began - first
         rate = f"first after {first:.2f}s, then {(num - 1) / rest if num > 1 else 0:.1f} tokens/s"
         print(f"[{len(tokens)} prompt tokens, {num} new tokens, {rate}]")
         for skip in engine.skip_sets.sets.values():
             what = f"{len(skip.attn)} attention and {len(skip.mlp)} FFN sublayers skipped"
             name = "a set for guessing ahead, used in its place" if skip.name == "lossless" else skip.name
             print(f"[{what}: {name or skip.id}; the text is not the whole model's]")
-        s = engine.stats
-        if s.num_drafted:
-            share = f"{s.num_accepted} of {s.num_drafted} drafted tokens accepted ({s.acceptance:.0%})"
-            print(f"[{share}, {s.num_steps} steps, {s.num_new_tokens / s.num_steps:.2f} tokens per step]")
+        drafted = engine.stats.num_drafted - before.num_drafted
+        if drafted:
+            accepted, steps = engine.stats.num_accepted - before.num_accepted, engine.stats.num_steps - before.num_steps
+            share = f"{accepted} of {drafted} drafted tokens accepted ({accepted / drafted:.0%})"
+            print(f"[{share}, {steps} steps, {num / steps:.2f} tokens per step]")
         elif engine.drafter is not None:
             print("[nothing was drafted: there was no guess, or drafting was not faster]")
     return "".join(pieces)
