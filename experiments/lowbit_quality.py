@@ -27,8 +27,8 @@ there are no group-32 rows, and all widths are repeated on a model of GPT-2's sm
 experiments/sparse24_quality trained from scratch on Python sources (last three commands). Its text is that corpus:
 trained methods see a part that it was trained on, perplexity is that of held-out files, in windows of 1,024.
 
-Cells are measured in order of importance until the seconds are spent, and recorded one by one; --missing continues a
-stopped call. On a CPU use --steps 8; it takes long.
+Cells are measured in order of importance until the seconds are spent, and recorded one by one. Ctrl-C or SIGTERM ends
+a call within seconds, --missing continues it. On a CPU use --steps 8; it takes long.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ from benchmarks.results import device_name, newest, record
 from experiments.lowbit_methods import Subject, evaluate, shrink, unformat
 from experiments.lowbit_subjects import KEPT, NOTES, SMOLLM2, STORIES, kept, smollm2, stories
 from experiments.lowbit_tables import BENCH, GROUPS, PLAIN, TODAY, UNTRAINED, WEIGHED, float_grids, grids, verdicts
+from shoestring.cli.terminal import stoppable
 from shoestring.errors import Interrupted, UserError, as_command
 
 # (subject, method, format, seed), the most important first.
@@ -64,6 +65,12 @@ THREE = "ours@live,derived,gamma=0.5,0.6"
 MIX = ",mix=nf3:s1:g{0}+nf4:s1:g{0}"
 MIXED = "ours@live,gamma=0,0.3,batch=16,blocks=0,init=clip" + MIX
 MIX_TWO = ",mix=int2:g192+int3:g192"
+LOWER = ("0.5", "0.25")  # parts of its rates at 2 bits
+
+
+def at_part(part: str) -> str:
+    """OURS at this part of its rates, named as the rows of results/ are."""
+    return OURS.replace("gamma=0", f"gamma=0,{part}")
 
 
 def published(label: str, rates: Sequence[str], small: Sequence[str], mix: str) -> list[Cell]:
@@ -109,9 +116,17 @@ PARTS: dict[str, list[Cell]] = {
         *smol("int2:g64", OURS, OURS + MIX_TWO),
         *smol("nf3:s2:g64", *(MIXED.format(64).replace("0.3", part) for part in ("0.15", "0.6"))),
         *smol("nf3:s2:g64", *(THREE.replace("0.6", part) for part in ("0.3", "1.2"))),
-        *smol("int2:g64", *(OURS + f",{part}" for part in ("0.5", "2"))),
+        *smol("int2:g64", *(at_part(part) for part in ("0.5", "2"))),
         *smol("nf3:s2:g64", MIXED.format(64), THREE, seed=1),
         *smol("int2:g64", OURS, OURS + MIX_TWO, seed=1),
+    ],
+    # Which part of ours' rates is best at 2 bits, with the mix and in one format; BitDistiller at as many rates.
+    "rates2": [
+        *(c for seed in (0, 1, 2) for c in smol("int2:g64", *(at_part(p) + MIX_TWO for p in LOWER), seed=seed)),
+        *(c for seed in (0, 1, 2) for c in smol("int2:g64", OURS, *map(at_part, LOWER), seed=seed)),
+        *smol("int2:g64", at_part("0.125") + MIX_TWO),
+        *smol("int2:g64", *(f"bitdistiller@{rate},clip=full,best" for rate in ("2.5e-4", "1e-3"))),
+        *smol("int2:g64", "bitdistiller@5e-4,clip=full,best", seed=2),
     ],
     # On a corpus at the bits of 2:4 with 4-bit values (experiments/prune24), which has 0.2 more: --text, --text-name.
     "corpus": smol("nf3:s2:g192", "bitdistiller@4e-4,best", THREE),
@@ -244,7 +259,8 @@ def main() -> None:
     cells = [c for c in args.cells if c not in known_cells(args)] if args.missing else args.cells
     subjects: dict[str, Subject] = {}
     dense: dict[str, float] = {}
-    with tempfile.TemporaryDirectory() as temp:
+    # SIGTERM acts as Ctrl-C wherever it arrives: what was measured is recorded, and the temporary folder is removed.
+    with tempfile.TemporaryDirectory() as temp, stoppable():
         folder = Path(args.folder or temp)
         makers: dict[str, Callable[[], Subject]] = {
             SMOLLM2: lambda: smollm2(args, folder),
@@ -259,21 +275,24 @@ def main() -> None:
                 print(f"left out for lack of time: {name} {method} {label} seed {seed}", flush=True)
                 continue
             started = time.perf_counter()
-            if name not in subjects:
-                subjects[name] = subject = makers[name]()
-                dense[name] = known_dense(subject) or measure_dense(subject)
-                started = time.perf_counter()
-            if args.train_until:
-                subjects[name].ends = began + args.train_until
             try:
-                with at_most(args.cell_seconds):
-                    measure(subjects[name], method, label, seed, dense[name])
-            except Interrupted:  # Ctrl-C, or a time limit of whoever called
+                if name not in subjects:
+                    subjects[name] = subject = makers[name]()
+                    dense[name] = known_dense(subject) or measure_dense(subject)
+                    started = time.perf_counter()
+                if args.train_until:
+                    subjects[name].ends = began + args.train_until
+                try:
+                    with at_most(args.cell_seconds):
+                        measure(subjects[name], method, label, seed, dense[name])
+                except Interrupted:
+                    raise
+                except (RuntimeError, UserError) as error:  # the other cells are still worth measuring
+                    print(f"FAILED: {name} {method} {label} seed {seed}: {error}", flush=True)
+                    del subjects[name]
+            except (Interrupted, KeyboardInterrupt):  # Ctrl-C, or a time limit of whoever called
                 print(f"stopped in {name} {method} {label} seed {seed}", flush=True)
                 break
-            except (RuntimeError, UserError) as error:  # the other cells are still worth measuring
-                print(f"FAILED: {name} {method} {label} seed {seed}: {error}", flush=True)
-                del subjects[name]
             taken[kind] = time.perf_counter() - started
     for line in verdicts():
         print(line, flush=True)
@@ -315,14 +334,17 @@ def known_dense(subject: Subject) -> float | None:
 
 
 def known_cells(args: argparse.Namespace) -> set[Cell]:
-    """Cells that results/ has from this kind of machine with these settings; none of kept models, which may differ."""
+    """Cells that results/ has from this kind of machine with these settings and, where they train, as many training
+    tokens; none of kept models, which may differ."""
     settings = {"context": args.context, "items": args.items}
+    trained = {SMOLLM2: args.steps * args.batch * 512, STORIES: args.small_steps * 16 * 128}
     return {
         (n["config"]["model"], n["config"]["method"], n["config"]["format"], n["config"]["seed"])
         for n in newest(BENCH)
         if n["device"] == device_name()
         and n["config"]["model"] != KEPT
         and (n["config"]["model"] != SMOLLM2 or settings.items() <= n["config"].items())
+        and n["config"].get("training_tokens", 0) in (0, trained[n["config"]["model"]])
         and (not args.tokens or n["config"]["tokens"] == args.tokens)
     }
 

@@ -253,7 +253,7 @@ def verdicts() -> list[Verdict]:
         if a and b:
             said.append(Verdict(what, model, label, a, b, part, full))
 
-    groups = (64, 128, 192)
+    groups = (32, 64, 128, 192)
     for model, group, kind in itertools.product(MODELS, groups, ("int3", "nf3:s1")):
         what = f"two scales below {kind} under rounding"
         compare(what, model, f"nf3:s2:g{group}", "rtn", "rtn", other=f"{kind}:g{group}")
@@ -375,18 +375,19 @@ WAYS = {  # rows of `published`: name, and whether a method belongs there
 
 def published() -> str:
     """BitDistiller as published and ours, of each model on one text with one number of tokens."""
+    best = best_settings()
     rows, shown, said = [], [], []
     for model in (SMOLLM2, STORIES):
-        lines = [n for n in counting() if n["config"]["model"] == model and "valid" in n["quality"]]
-        texts = [n["config"]["text_id"] for n in lines if ",best" in n["config"]["method"]]
-        if not texts:
+        lines = on_one_text(model)
+        if not lines:
             continue
-        full = [n["quality"] for n in lines if n["config"]["method"] == "dense"][-1]
-        lines = [n for n in lines if n["config"].get("text_id") == texts[-1]]
+        runs = [(model, n["config"]["method"], n["config"]["format"], n["config"]["training_tokens"]) for n in lines]
+        lines = [n for n in lines if n["config"]["training_tokens"] == equal_tokens(runs, model, n["config"]["format"])]
         for label in sorted({n["config"]["format"] for n in lines}, key=_order):
             of = [n for n in lines if n["config"]["format"] == label]
             rows += [[model, label, *row] for name, belongs in WAYS.items() if (row := _way(name, belongs, of))]
         tokens = " or ".join(f"{t:,}" for t in sorted({n["config"]["training_tokens"] for n in lines}))
+        full = best[model, "dense", "dense"].lines[-1]["quality"]
         off = f", novels {_number(full['novels'])}" if "novels" in full else ""
         said.append(f"{model}: {tokens} training tokens; full precision {_number(full['perplexity'])}{off}.")
         shown += lines
@@ -413,10 +414,51 @@ def _way(name: str, belongs: Callable[[str], bool], lines: list[dict[str, Any]])
     best = most_seeds(runs.values(), lambda of: statistics.mean(n["quality"]["valid"] for n in of), len)
     off = sorted(n["quality"]["novels"] for n in best if "novels" in n["quality"])
     config = best[0]["config"]
-    rate = f"{config['lr']:g}" if "lr" in config else f"{config['rates']:g} of its rates"
     bits, seeds = f"{config['bits']:.2f}", f"{len(best)}"
     measured = [_range(sorted(n["quality"]["perplexity"] for n in best)), _range(off) if off else ""]
-    return [bits, name, f"{len(runs)}", rate, seeds, *measured]
+    return [bits, name, f"{len(runs)}", _rate(config), seeds, *measured]
+
+
+def on_one_text(model: str) -> list[dict[str, Any]]:
+    """The trained lines that have a validation text, on the text that BitDistiller as published was trained on last."""
+    lines = [n for n in counting() if n["config"]["model"] == model and "valid" in n["quality"]]
+    texts = [n["config"]["text_id"] for n in lines if ",best" in n["config"]["method"]]
+    return [n for n in lines if texts and n["config"].get("text_id") == texts[-1]]
+
+
+def _rate(config: dict[str, Any]) -> str:
+    """stories260K has rates of its own; `weight=` and the others in a method are those of shrink/lowbit_best."""
+    if "lr" in config:
+        return f"{config['lr']:g}"
+    whose = "the recipe's" if "weight=" in config["method"] else "its"
+    return f"{config['rates']:g} of {whose} rates"
+
+
+def rates() -> str:
+    """Settings that differ in their rate alone: of one model, format, mix and grids, with as many training tokens."""
+    rows, shown = [], []
+    for model in (SMOLLM2, STORIES):
+        groups: dict[tuple[Any, ...], dict[float, list[dict[str, Any]]]] = {}
+        for n in on_one_text(model):
+            c = n["config"]
+            names = [name for name, belongs in WAYS.items() if belongs(c["method"])]
+            if names:
+                others = tuple(x for x in c["method"].partition("@")[2].split(",") if not x[0].isdigit())
+                key = *_order(c["format"]), c["format"], names[0], others, c["training_tokens"]
+                groups.setdefault(key, {}).setdefault(c.get("lr", c.get("rates")), []).append(n)
+        for key in sorted(groups):
+            *_, label, name, others, tokens = key
+            derived = ", derived grids" if "derived" in others else ""
+            for _, of in sorted(groups[key].items(), reverse=True) if len(groups[key]) > 1 else ():
+                judged = statistics.mean(n["quality"]["valid"] for n in of)
+                measured = [n["quality"]["perplexity"] for n in of]
+                told = [model, label, name + derived, f"{tokens:,}", _rate(of[0]["config"]), f"{len(of)}"]
+                rows.append([*told, _number(judged), _number(statistics.mean(measured)), _range(sorted(measured))])
+                shown += of
+    if not rows:
+        return "Not measured yet."
+    header = ["model", "format", "method", "training tokens", "rate", "seeds", "validation", "test", "seeds of it"]
+    return markdown(header, rows) + "\n\nPerplexity; validation and test are means over the seeds." + provenance(shown)
 
 
 PRUNED = {  # rows of `pruned`: name, format, and whether a setting belongs there

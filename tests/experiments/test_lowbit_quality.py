@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -278,6 +280,67 @@ def test_who_is_asked_to_stop_begins_no_other_cell(
     assert "FAILED" in told and "stopped in GPT-2's small shape, trained here bitdistiller int2:g64" in told
 
 
+@pytest.mark.parametrize("stage", ["model", "cell"])
+def test_sigterm_outside_training_keeps_what_was_measured(
+    stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """While a model is read or a block is trained no trainer listens to the signal."""
+    made: list[Path] = []
+
+    def asked_to_stop() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(600)  # longer than a test may take
+
+    def kept(args: object, folder: Path) -> SimpleNamespace:
+        made.append(folder)
+        if stage == "model":
+            asked_to_stop()
+        return SimpleNamespace(name=KEPT, blocks={})
+
+    def measure(subject: object, method: str, label: str, seed: int, dense: float) -> None:
+        if method == "bitdistiller":
+            asked_to_stop()
+        results.record(bench="lowbit_quality", case=method, metric="perplexity", unit="perplexity", samples=[1.0])
+
+    monkeypatch.setattr(lowbit_quality, "kept", kept)
+    monkeypatch.setattr(lowbit_quality, "measure", measure)
+    monkeypatch.setattr(lowbit_quality, "verdicts", list)
+    monkeypatch.setattr(lowbit_quality, "known_dense", lambda subject: 1.0)
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    cells = [f"{m} int2:g64" for m in ("rtn", "bitdistiller", "awq")]
+    monkeypatch.setattr(sys, "argv", ["lowbit_quality", "--part", "kept", "--only", *cells])
+    before = signal.getsignal(signal.SIGTERM)
+    lowbit_quality.main()
+    assert signal.getsignal(signal.SIGTERM) is before and not made[0].exists()
+    assert [line["case"] for line in results.recorded("lowbit_quality")] == ([] if stage == "model" else ["rtn"])
+    where = "rtn" if stage == "model" else "bitdistiller"
+    assert f"stopped in GPT-2's small shape, trained here {where} int2:g64" in capsys.readouterr().out
+
+
+def test_a_longer_training_is_another_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    model = SimpleNamespace(name=lowbit_tables.STORIES, blocks={})
+
+    def line(method: str, training_tokens: int) -> str:
+        config = {"model": model.name, "method": method, "format": "int2:g64", "seed": 0, "tokens": 9}
+        told = {"case": method, "metric": "perplexity", "device": results.device_name(), "baseline_value": 1.0}
+        line = {**told, "config": {**config, "training_tokens": training_tokens}, "quality": {"perplexity": 2.0}}
+        return json.dumps(line) + "\n"
+
+    (tmp_path / "lowbit_quality.jsonl").write_text(line("rtn", 0) + line("bitdistiller@5e-4", 40 * 16 * 128))
+    monkeypatch.setattr(lowbit_quality, "measure", lambda subject, method, *rest: seen.append(method))
+    monkeypatch.setattr(lowbit_quality, "stories", lambda args, folder: model)
+    monkeypatch.setattr(lowbit_quality, "known_dense", lambda subject: 1.0)
+    monkeypatch.setattr(lowbit_quality, "verdicts", list)
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    for steps in ("40", "80"):
+        cells = [f"{m} int2:g64" for m in ("rtn", "bitdistiller@5e-4", "awq")]
+        common = ["lowbit_quality", "--assets", str(tmp_path), "--small", "--missing", "--small-steps", steps]
+        monkeypatch.setattr(sys, "argv", [*common, "--only", *cells])
+        lowbit_quality.main()
+    assert seen == ["awq", "bitdistiller@5e-4", "awq"]
+
+
 def test_texts_are_asked_for_where_a_part_needs_them(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -361,6 +424,37 @@ def test_table_and_verdicts_read_the_results(tmp_path: Path, monkeypatch: pytest
     absent = page.partition("Not measured at all: ")[2].partition(".")[0].split(", ")
     assert "int4:g192" in absent and "int2:g192" not in absent and len(absent) == 22
     assert "fp3:s2:g192" in absent and "fp4:s1:g64" in absent
+
+
+def test_rates_are_compared_at_as_many_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def line(method: str, seed: int, value: float, tokens: int = 100, **more: Any) -> str:
+        config = {"model": lowbit_tables.STORIES, "method": method, "format": "int2:g64", "bits": 2.375, "seed": seed,
+                  "training_tokens": tokens, "tokens": 9, "context": 8, "text_id": "t", **more}  # fmt: skip
+        told = {"case": method, "metric": "perplexity", "config": config, "device": "d", "versions": {}, "commit": "c"}
+        return json.dumps({**told, "quality": {"perplexity": value, "valid": value - 1}, "date": "2026-01-01"}) + "\n"
+
+    recipe = "ours@live,{},weight=5e-3"
+    lines = [
+        line("dense", 0, 5.0, 0, format="dense", text_id=""),
+        line("bitdistiller@5e-4,best", 0, 12.0, lr=5e-4),
+        *(line(recipe.format(1), seed, 10.0 + seed, rates=1.0) for seed in (0, 1)),
+        line(recipe.format(0.5), 0, 11.5, rates=0.5),
+        *(line(recipe.format(p), 0, v, 200, rates=p) for p, v in ((1.0, 8.0), (0.5, 7.0))),  # twice the tokens
+        line("ours@live,0.25", 0, 13.0, rates=0.25),  # other rates, of which this is a part
+    ]
+    (tmp_path / "lowbit_quality.jsonl").write_text("".join(lines))
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    rows = [row for row in lowbit_tables.rates().splitlines() if row.startswith("| stories260K")]
+    start = "| stories260K | int2:g64 | ours |"
+    assert rows == [
+        f"{start} 100 | 1 of the recipe's rates | 2 | 9.500 | 10.50 | 10.00 to 11.00 |",
+        f"{start} 100 | 0.5 of the recipe's rates | 1 | 10.50 | 11.50 | 11.50 |",
+        f"{start} 200 | 1 of the recipe's rates | 1 | 7.000 | 8.000 | 8.000 |",
+        f"{start} 200 | 0.5 of the recipe's rates | 1 | 6.000 | 7.000 | 7.000 |",
+    ]
+    page = lowbit_tables.published()  # BitDistiller had 100 tokens
+    assert "| 2.38 | ours | 3 | 1 of the recipe's rates | 2 | 10.00 to 11.00 |" in page and "7.000" not in page
+    assert "stories260K: 100 training tokens; full precision 5.000." in page
 
 
 def test_settings_are_judged_on_one_text() -> None:
