@@ -44,7 +44,7 @@ def _tables(only: set[str] | None = None) -> list[str]:
         measured = {n["quality"]["tokens"] for n in own if "tokens" in n["quality"]}
         over = f" Acceptance over {min(measured):,} new tokens a row, each kind." if measured else ""
         seeds = max(map(len, alike.values()))
-        over += f" Ranges: over up to {seeds} seeds, behind their mean." if seeds > 1 else ""
+        over += f" Ranges: over up to {seeds} seeds, behind their mean." if seeds > 1 else " One seed."
         parts.append(f"**{target}.**{over}\n\n" + markdown(*_filled(HEADER, rows)) + provenance(own))
     return parts
 

@@ -60,10 +60,11 @@ def train_sparse24() -> list[str]:
     gaps = [n["value"] / dense[n["config"]["seed"]] - 1 for n in lines if n["case"] == "FST"]
     return [
         "2:4 sparse pre-training (FST)",
-        "speed: width 4,096; loss: GPT-2 small, 100M tokens, rate 6e-4 for both",
+        "speed: two layers of width 4,096; loss: GPT-2 small, 100M tokens, rate 6e-4 for both",
         GPU,
         f"dense bf16; dense FP8 is {fp8['ratio']:.2f}x",
-        f"whole step {fst['ratio']:.2f}x, validation loss {100 * sum(gaps) / len(gaps):+.1f}% ({len(gaps)} seeds)",
+        f"sparse step {fst['ratio']:.2f}x (77% of that run's steps are sparse), validation loss "
+        f"{100 * sum(gaps) / len(gaps):+.1f}% ({len(gaps)} seeds)",
         link("sparse24", "methods/sparse24.md"),
     ]
 
@@ -126,7 +127,7 @@ def kernel() -> list[str]:
         "int4 matrix product, 1 and 16 rows",
         "14,336 x 4,096, groups of 128",
         GPU,
-        f"bf16 cuBLAS 1x; humming (symmetric) {peer[0]['ratio']:.1f}x and {peer[1]['ratio']:.1f}x",
+        f"bf16 cuBLAS of the same run 1x; humming (symmetric) {peer[0]['ratio']:.1f}x and {peer[1]['ratio']:.1f}x",
         f"{one['ratio']:.1f}x and {many['ratio']:.1f}x",
         link("kernels", "kernels.md"),
     ]
@@ -142,7 +143,8 @@ def decode() -> list[str]:
         "Llama 8B shape, random weights",
         GPU,
         f"transformers, static cache, compiled: {peer['value']:,.0f} tokens/s (run at {peer['commit']})",
-        f"bf16 {bf16['value']:,.0f} ({bf16['commit']}), int4 {int4['value']:,.0f} tokens/s ({int4['commit']})",
+        f"bf16 {bf16['value']:,.0f} ({bf16['commit']}), int4 with an 8-bit head {int4['value']:,.0f} tokens/s "
+        f"({int4['commit']})",
         link("engine", "engine.md"),
     ]
 
@@ -162,8 +164,8 @@ def speculation() -> list[str]:
         f"speculative decoding, {' / '.join(map(str, sizes))} requests, greedy text",
         target.replace(", 4096 tokens", ""),
         GPU,
-        "same engine without a drafter; n-gram lookup",
-        f"{speed}; always 4 drafts, one request: trained {fixed[trained]:.2f}x, n-gram "
+        "same engine without a drafter; n-gram lookup (one request, greedy)",
+        f"{speed}; always 4 drafts, one request, one turn: trained {fixed[trained]:.2f}x, n-gram "
         f"{fixed[drafter_tables.LOOKUP]:.2f}x. Sampled at temperature 1 / 0.7, one request, same shape on {said}): "
         f"{drawn['drawn']:.2f}x / {drawn['drawn at 0.7']:.2f}x ({turns}). One drafter each",
         link("drafter", "methods/drafter.md"),
@@ -178,9 +180,9 @@ def cpu() -> list[str]:
     theirs = find("cpu_decode", "llama.cpp Q4_1", "perplexity")
     return [
         "4-bit decoding on a CPU",
-        "SmolLM2-135M-Instruct",
+        f"SmolLM2-135M-Instruct, perplexity on {theirs['config']['tokens']:,} tokens",
         CPU,
-        f"llama.cpp Q4_1: {peer['value']:,.0f} tokens/s, perplexity {theirs['value']:.1f}",
+        f"llama.cpp Q4_1, default build: {peer['value']:,.0f} tokens/s, perplexity {theirs['value']:.1f}",
         f"{ours['value']:,.0f} tokens/s, perplexity {worse['value']:.1f} (rounded again from Q4_1)",
         link("8-bit activations", "int8_activations.md"),
     ]
