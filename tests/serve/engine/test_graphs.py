@@ -17,6 +17,7 @@ from torch import Tensor
 from shoestring.formats import convert, pack, parse_format
 from shoestring.kernels.attention.decode_attention import decode_attention_ref_
 from shoestring.kernels.attention.paged_attention import paged_attention
+from shoestring.kernels.runtime.host_ring import to_device
 from shoestring.kernels.sampling.sample_tokens import sample_tokens_ref_
 from shoestring.model import Decoder
 from shoestring.model.skip import SkipSet, StandIn, Sublayer
@@ -24,7 +25,7 @@ from shoestring.serve import DraftModel, Engine, Sampling
 from shoestring.serve.engine import fused_decoder, graphs
 from shoestring.serve.engine.block_pool import BlockPool, RowSpan
 from shoestring.serve.engine.engine import Request
-from shoestring.serve.engine.fused_decoder import FusedDecoder, to_device, unusable
+from shoestring.serve.engine.fused_decoder import FusedDecoder, unusable
 from shoestring.serve.engine.graphs import DecodeGraph, GraphCache
 from shoestring.serve.engine.kv_cache import cache_root, modules_of
 from shoestring.serve.engine.logit_rules import LogitRules, SamplingWithRules, VerifyWithRules

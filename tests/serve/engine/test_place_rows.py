@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from shoestring.kernels.attention.paged_attention import prefill_rows
+from shoestring.kernels.runtime.host_ring import ALIGNED, to_device
 from shoestring.serve.engine import runner
 from shoestring.serve.engine.block_pool import RowSpan
-from shoestring.serve.engine.fused_decoder import ALIGNED, to_device
 from shoestring.serve.engine.runner import (
     COARSE,
     FINE,

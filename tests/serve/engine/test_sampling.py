@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from shoestring.errors import UserError
+from shoestring.kernels.sampling import noise
 from shoestring.kernels.sampling.sample_tokens import sample_tokens_
-from shoestring.serve.engine.sampling import Sampling, gumbel_noise, keep_likely, parameters, sample
+from shoestring.serve.engine.sampling import RowSettings, Sampling, keep_likely, parameters, sample
 
 BITS = 2**64 - 1
 
@@ -95,21 +96,26 @@ def test_draws_follow_the_softmax(temperature: float) -> None:
     assert chi_square < 31.3  # 99.9% quantile at 11 degrees of freedom
 
 
+def gumbel_noise(seeds: list[int], positions: list[int], vocab: int) -> torch.Tensor:
+    seed_R = torch.tensor([noise.signed(seed) for seed in seeds])
+    return noise.gumbel_noise(seed_R, torch.tensor(positions), torch.arange(vocab))
+
+
 def test_noise_is_gumbel_and_uncorrelated_between_neighbours() -> None:
-    noise = gumbel_noise([0] * 200 + [1] * 200, [*range(200), *range(200)], 500, "cpu")
-    assert abs(noise.mean().item() - 0.5772) < 0.01
-    assert abs(noise.var().item() - math.pi**2 / 6) < 0.03
-    flat = noise - noise.mean()
+    drawn = gumbel_noise([0] * 200 + [1] * 200, [*range(200), *range(200)], 500)
+    assert abs(drawn.mean().item() - 0.5772) < 0.01
+    assert abs(drawn.var().item() - math.pi**2 / 6) < 0.03
+    flat = drawn - drawn.mean()
     for other in (flat.roll(1, 0), flat.roll(1, 1), flat.roll(200, 0)):  # position, vocabulary, seed
         assert abs((flat * other).mean().item()) < 0.02
 
 
 def test_noise_is_a_function_of_seed_position_and_index_only() -> None:
-    alone = gumbel_noise([7], [3], 40, "cpu")
-    together = gumbel_noise([-1, 7, 2**64 - 2], [9, 3, 0], 64, "cpu")
+    alone = gumbel_noise([7], [3], 40)
+    together = gumbel_noise([-1, 7, 2**64 - 2], [9, 3, 0], 64)
     assert torch.equal(together[1, :40], alone[0])
     assert not torch.equal(together[0], together[2])
-    assert torch.equal(gumbel_noise([-1], [5], 9, "cpu"), gumbel_noise([2**64 - 1], [5], 9, "cpu"))
+    assert torch.equal(gumbel_noise([-1], [5], 9), gumbel_noise([2**64 - 1], [5], 9))
 
 
 def test_a_row_does_not_depend_on_its_batch() -> None:
@@ -127,7 +133,8 @@ def test_a_row_does_not_depend_on_its_batch() -> None:
 
 
 def kept(logits: list[float], **settings: float) -> list[int]:
-    row = keep_likely(torch.tensor([logits]), [Sampling(temperature=1.0, seed=0, **settings)])[0]  # type: ignore[arg-type]
+    numbers, _ = parameters([Sampling(temperature=1.0, seed=0, **settings)])  # type: ignore[arg-type]
+    row = keep_likely(torch.tensor([logits]), torch.tensor(numbers, dtype=torch.float64))[0]
     return [i for i, x in enumerate(row.tolist()) if x > -math.inf]
 
 
@@ -221,3 +228,20 @@ def test_stop_may_be_one_string() -> None:
 def test_drawing_without_a_seed_is_refused() -> None:
     with pytest.raises(UserError, match="seed"):
         sample(torch.zeros(1, 3), [Sampling(temperature=1.0)], [0])
+
+
+def test_settings_on_a_device_choose_as_those_of_each_token_do() -> None:
+    """Greedy and drawn rows mixed, and positions further on; others travel along unchanged."""
+    logits = torch.randn(5, 40, generator=torch.Generator().manual_seed(3))
+    greedy, drawn = Sampling(), Sampling(temperature=0.8, seed=4, top_k=9)
+    other = torch.arange(6, dtype=torch.int32).view(2, 3)
+    for samplings in ([greedy, drawn, drawn, greedy, drawn], [greedy] * 5, [drawn] * 5):
+        rows, (sent,) = RowSettings.of(samplings, range(5)).to(torch.device("cpu"), other)
+        assert sent.equal(other) and sent.data_ptr() != other.data_ptr()
+        for ahead in (0, 3):
+            want = sample(logits, samplings, [r + ahead for r in range(5)])
+            assert rows.sample(logits, ahead=ahead).equal(want)
+        probs = rows.probabilities(logits)
+        assert probs.dtype == torch.float64 and torch.allclose(probs.sum(-1), torch.ones(5, dtype=torch.float64))
+        assert (probs > 0).sum(-1).tolist() == [1 if s.greedy else 9 for s in samplings]
+        assert probs.argmax(-1).equal(logits.argmax(-1))

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shoestring.serve.engine.sampling import Sampling, sample
+from shoestring.kernels.gemv.embed_argmax import NO_TOKEN
+from shoestring.serve.engine.sampling import RowSettings, Sampling, sample
 from shoestring.serve.speculative.verify import (
     RULES,
     Check,
@@ -16,13 +17,16 @@ from shoestring.serve.speculative.verify import (
     accept,
     block_chances,
     coupled,
-    probabilities,
     residual,
     token_chances,
     verify,
 )
 
 V = 3  # a toy vocabulary: every text of three tokens is counted
+
+
+def probabilities(logits_RV: Tensor, samplings: list[Sampling]) -> Tensor:
+    return RowSettings.of(samplings, [0] * len(samplings)).probabilities(logits_RV)
 
 
 def test_accept_takes_equal_drafts_and_one_more() -> None:
@@ -80,6 +84,28 @@ def test_greedy_is_greedy_under_every_rule_and_mix(
         want.append(accept(drafts, best[row : row + length + 1]))
         row += length + 1
     assert verify(logits, checks) == want
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_what_a_request_gains_does_not_depend_on_its_batch(rule: RuleName) -> None:
+    """Sampled and looked-up drafts of all lengths, in fp32 and fp64, and a row that is not finite."""
+    gen = torch.Generator().manual_seed(4)
+    for seed in range(12):
+        checks = []
+        for n in range(7):
+            length = int(torch.randint(5, (), generator=gen))
+            drafts = tuple(torch.randint(11, (length,), generator=gen).tolist())
+            q_GV = torch.randn(length, 11, generator=gen, dtype=torch.float64).softmax(-1)
+            greedy, looked_up = n % 3 == 0, n % 2 == 0
+            sampling = Sampling() if greedy else Sampling(temperature=1.5, seed=100 * seed + n, top_k=n)
+            probs_GV = None if greedy or looked_up else q_GV.float() if n == 1 else q_GV
+            checks.append(Check(drafts, 3 + n, sampling, probs_GV, RULES[rule]))
+        rows = [check.num_rows for check in checks]
+        logits = torch.randn(sum(rows), 11, generator=gen)
+        logits[rows[0] + rows[1]] = torch.nan
+        alone = [verify(part, [check])[0] for part, check in zip(logits.split(rows), checks, strict=True)]
+        assert verify(logits, checks) == alone
+        assert alone[2] == [NO_TOKEN]
 
 
 # -- the distribution ---------------------------------------------------------------------------------------

@@ -12,10 +12,14 @@ The host waits only where a slot is still in use: SLOTS launches later.
     program: ring.take_(numbers, tables_E, num_rows) ... ring.give_(chosen)
     receipt = ring.launched()           receipt.values(): the results, once the device is done
 
-Without a GPU the same happens with torch's copies.
+Without a GPU the same happens with torch's copies. `to_device` is for programs that are not captured: one copy for all
+of their numbers, which the host does not wait for.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -129,3 +133,22 @@ class HostRing:
         _give_numbers_kernel[(1,)](
             chosen_O, self._clock, self._out_SO, num, width, SLOTS=SLOTS, BLOCK=next_power_of_2(width), num_warps=1
         )
+
+
+ALIGNED = 16  # bytes; a kernel is compiled again for an address that is no multiple of this
+
+
+def to_device(here: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Small contiguous host tensors, sent in one copy: the copy's latency is that of thousands of numbers."""
+    assert all(t.is_contiguous() for t in here)
+    ends = list(accumulate(-(-t.nbytes // ALIGNED) * ALIGNED for t in here))
+    host = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
+    packed = host.numpy()
+    for t, end in zip(here, [0, *ends], strict=False):
+        packed[end : end + t.nbytes] = t.numpy().reshape(-1).view("u1")
+    sent = host.to(device, non_blocking=True)
+    typed = {dtype: sent.view(dtype) for dtype in {t.dtype for t in here}}
+    return [
+        typed[t.dtype].as_strided(t.shape, t.stride(), end // t.itemsize)
+        for t, end in zip(here, [0, *ends], strict=False)
+    ]

@@ -20,9 +20,7 @@ Shapes: T rows, D model width, H query heads, G key/value heads, V vocabulary, L
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +34,7 @@ from shoestring.kernels.attention.paged_attention import paged_attention
 from shoestring.kernels.attention.rope_store import cos_sin_at, rope_store_
 from shoestring.kernels.gemv.add_norm import add_norm_
 from shoestring.kernels.gemv.embed_argmax import chosen_tokens, embed_rows
+from shoestring.kernels.runtime.host_ring import to_device
 from shoestring.kernels.step.row_step import RowStep, StepHead, StepLayer, choose_plan
 from shoestring.model.attention import rope_frequencies, soft_cap
 from shoestring.model.layer_plan import AttentionPlan, DecoderPlan, LayerPlan, RopePlan, Support
@@ -80,25 +79,6 @@ class RowPlacement:
         num = len(self.tiles)
         tiles = tuple(replace(t, tiles_L4=sent) for t, sent in zip(self.tiles, rest[:num], strict=True))
         return replace(self, positions_T=positions, slots_T=slots, tables_LW=tables, tiles=tiles), rest[num:]
-
-
-ALIGNED = 16  # bytes; a kernel is compiled again for an address that is no multiple of this
-
-
-def to_device(here: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Small contiguous host tensors, sent in one copy: the copy's latency is that of thousands of numbers."""
-    assert all(t.is_contiguous() for t in here)
-    ends = list(accumulate(-(-t.nbytes // ALIGNED) * ALIGNED for t in here))
-    host = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
-    packed = host.numpy()
-    for t, end in zip(here, [0, *ends], strict=False):
-        packed[end : end + t.nbytes] = t.numpy().reshape(-1).view("u1")
-    sent = host.to(device, non_blocking=True)
-    typed = {dtype: sent.view(dtype) for dtype in {t.dtype for t in here}}
-    return [
-        typed[t.dtype].as_strided(t.shape, t.stride(), end // t.itemsize)
-        for t, end in zip(here, [0, *ends], strict=False)
-    ]
 
 
 SHORT_CONTEXT = 1024

@@ -46,12 +46,12 @@ from shoestring.kernels.attention.paged_attention import splits_for
 from shoestring.kernels.gemv.embed_argmax import NO_TOKEN, argmax_token_
 from shoestring.kernels.runtime.capture_stream import on_capture_stream
 from shoestring.kernels.runtime.compile_ahead import rehearsed
-from shoestring.kernels.runtime.host_ring import HostRing, Receipt
+from shoestring.kernels.runtime.host_ring import HostRing, Receipt, to_device
 from shoestring.kernels.runtime.triton_backend import fall_back
 from shoestring.kernels.sampling.sample_tokens import PARAMETERS, sample_tokens_
 from shoestring.model.skip import SkipSet
 from shoestring.serve.engine.block_pool import RowSpan
-from shoestring.serve.engine.fused_decoder import AttentionTiles, FusedDecoder, RowPlacement, to_device
+from shoestring.serve.engine.fused_decoder import AttentionTiles, FusedDecoder, RowPlacement
 from shoestring.serve.engine.kv_cache import KVCache
 from shoestring.serve.engine.sampling import Sampling, parameters
 

@@ -9,9 +9,12 @@ top_k, top_p and min_p each turn into a threshold on the logit; what lies below 
 is removed. Tokens tied with the last one kept are kept too, so the result does not depend on the order of a
 sort.
 
+Settings reach the device in one copy that is not waited for (`RowSettings`): a copy from a Python list would wait for
+everything that was launched before it, and on a GPU that several processes share also for a turn.
+
 Left out: penalties, logit bias and grammars, which change logits before they come here.
 
-Shapes: R rows (one per token to choose), V vocabulary.
+Shapes: R rows (one per token to choose), D of them drawn and not greedy, V vocabulary.
 """
 
 from __future__ import annotations
@@ -19,14 +22,16 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from shoestring.errors import UserError
 from shoestring.kernels.gemv.embed_argmax import finite_argmax
+from shoestring.kernels.runtime.host_ring import to_device
 from shoestring.kernels.sampling import noise
 from shoestring.kernels.sampling.sample_tokens import logit_thresholds, sample_tokens_
 
@@ -89,53 +94,99 @@ def check_setting(name: str, value: object) -> None:
 def sample(logits_RV: Tensor, samplings: Sequence[Sampling], positions: Sequence[int]) -> Tensor:
     """One token id per row, [R] int64; NO_TOKEN where its logits are not finite. positions[r] is the index that the
     token will have in its request."""
-    num_rows, device = len(logits_RV), logits_RV.device
-    assert len(samplings) == len(positions) == num_rows
-    drawn = [r for r in range(num_rows) if not samplings[r].greedy]
-    if not drawn:
-        return finite_argmax(logits_RV)
-    chosen = [samplings[r] for r in drawn]
-    numbers, seeds = parameters(chosen)
-    row_D = torch.tensor(drawn, device=device)
-    token_D = torch.empty_like(row_D)
-    sample_tokens_(
-        logits_RV[row_D] if len(drawn) < num_rows else logits_RV,
-        torch.tensor(numbers, dtype=torch.float64, device=device),
-        torch.tensor(seeds, device=device),
-        torch.tensor([positions[r] for r in drawn], device=device),
-        token_D,
-        cuts=any(s.cuts for s in chosen),
-    )
-    return token_D if len(drawn) == num_rows else finite_argmax(logits_RV).index_copy_(0, row_D, token_D)
+    rows, _ = RowSettings.of(samplings, positions).to(logits_RV.device)
+    return rows.sample(logits_RV)
 
 
-def keep_likely(logits_RV: Tensor, samplings: Sequence[Sampling]) -> Tensor:
+@dataclass(frozen=True)
+class RowSettings:
+    """How the tokens of R rows are chosen, as tensors."""
+
+    num_rows: int
+    cuts: bool  # whether some tokens cannot be drawn
+    row_D: Tensor  # which rows are drawn; the following are theirs
+    parameters_4D: Tensor
+    seed_D: Tensor
+    position_D: Tensor
+
+    @classmethod
+    def of(cls, samplings: Sequence[Sampling], positions: Sequence[int]) -> RowSettings:
+        """On the host."""
+        assert len(samplings) == len(positions)
+        drawn = [r for r, s in enumerate(samplings) if not s.greedy]
+        chosen = [samplings[r] for r in drawn]
+        numbers, seeds = parameters(chosen)
+        row_D, seed_D, position_D = (whole(n) for n in (drawn, seeds, [positions[r] for r in drawn]))
+        parameters_4D = torch.from_numpy(np.array(numbers, dtype=np.float64))
+        return cls(len(samplings), any(s.cuts for s in chosen), row_D, parameters_4D, seed_D, position_D)
+
+    def to(self, device: torch.device, *others: Tensor) -> tuple[RowSettings, list[Tensor]]:
+        """The same on a device, with `others`, in one copy; none where there is nothing to send."""
+        here = [self.row_D, self.parameters_4D, self.seed_D, self.position_D] if len(self.row_D) else []
+        if not here and not others:
+            return self, []
+        sent = to_device([*here, *others], device)
+        if not here:
+            return self, sent
+        row_D, parameters_4D, seed_D, position_D, *rest = sent
+        there = replace(self, row_D=row_D, parameters_4D=parameters_4D, seed_D=seed_D, position_D=position_D)
+        return there, rest
+
+    def sample(self, logits_RV: Tensor, ahead: int = 0) -> Tensor:
+        """As the function `sample`, for tokens so many positions further on."""
+        assert len(logits_RV) == self.num_rows
+        if not len(self.row_D):
+            return finite_argmax(logits_RV)
+        token_D = torch.empty_like(self.row_D)
+        position_D = self.position_D + ahead if ahead else self.position_D
+        given = self.parameters_4D, self.seed_D, position_D
+        sample_tokens_(self._drawn(logits_RV), *given, token_D, cuts=self.cuts)
+        return token_D if self._all else finite_argmax(logits_RV).index_copy_(0, self.row_D, token_D)
+
+    def probabilities(self, logits_RV: Tensor) -> Tensor:
+        """The distributions that `sample` samples from, fp64 [R, V]; one-hot for greedy rows."""
+        logits = logits_RV if logits_RV.dtype == torch.float64 else logits_RV.float()
+        if not self._all:
+            probs_RV = torch.zeros(logits.shape, dtype=torch.float64, device=logits.device)
+            probs_RV.scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+            if not len(self.row_D):
+                return probs_RV
+        drawn_DV = self._drawn(logits)
+        scaled_DV = drawn_DV - drawn_DV.amax(dim=-1, keepdim=True)
+        scaled_DV = scaled_DV / self.parameters_4D[0].to(scaled_DV.dtype)[:, None]
+        if self.cuts:
+            scaled_DV = keep_likely(scaled_DV, self.parameters_4D)
+        probs_DV = scaled_DV.double().softmax(dim=-1)
+        return probs_DV if self._all else probs_RV.index_copy_(0, self.row_D, probs_DV)
+
+    @property
+    def _all(self) -> bool:
+        """Whether no row is greedy."""
+        return len(self.row_D) == self.num_rows
+
+    def _drawn(self, logits_RV: Tensor) -> Tensor:
+        return logits_RV if self._all else logits_RV[self.row_D]
+
+
+def whole(numbers: Sequence[int]) -> Tensor:
+    """Whole numbers as a tensor of the host."""
+    return torch.from_numpy(np.array(numbers, dtype=np.int64))
+
+
+def keep_likely(logits_RV: Tensor, parameters_4R: Tensor) -> Tensor:
     """Logits after temperature -> the same with everything that top_k, top_p and min_p remove at -inf.
 
     top_p looks at the distribution that top_k left; min_p compares with the likeliest token, which all of
     them keep.
     """
-    if not any(s.cuts for s in samplings):
-        return logits_RV
-    numbers = torch.tensor(_numbers(samplings), dtype=torch.float64, device=logits_RV.device)
-    return logits_RV.masked_fill(logits_RV < logit_thresholds(logits_RV, numbers)[:, None], -torch.inf)
+    return logits_RV.masked_fill(logits_RV < logit_thresholds(logits_RV, parameters_4R)[:, None], -torch.inf)
 
 
 def parameters(samplings: Sequence[Sampling]) -> tuple[list[list[float]], list[int]]:
     """What sample_tokens_ (kernels/sampling/sample_tokens.py) takes, as numbers: PARAMETERS x tokens, and the seeds."""
-    return _numbers(samplings), [0 if s.greedy else noise.signed(_seed_of(s)) for s in samplings]
-
-
-def _numbers(samplings: Sequence[Sampling]) -> list[list[float]]:
     columns = [(s.temperature, s.top_k, s.top_p, math.log(s.min_p) if s.min_p > 0 else -math.inf) for s in samplings]
-    return [list(row) for row in zip(*columns, strict=True)]
-
-
-def gumbel_noise(seeds: Sequence[int], positions: Sequence[int], vocab: int, device: torch.device | str) -> Tensor:
-    """Standard Gumbel noise [R, V], fp64: entry (r, v) is a function of (seeds[r], positions[r], v)."""
-    seed_R = torch.tensor([noise.signed(s) for s in seeds], device=device)
-    position_R = torch.tensor(list(positions), device=device, dtype=torch.int64)
-    return noise.gumbel_noise(seed_R, position_R, torch.arange(vocab, device=device))
+    numbers = [list(row) for row in zip(*columns, strict=True)]
+    return numbers, [0 if s.greedy else noise.signed(_seed_of(s)) for s in samplings]
 
 
 def _seed_of(s: Sampling) -> int:

@@ -31,9 +31,8 @@ from shoestring.serve.engine.draft_chain_graph import max_chain_rows
 from shoestring.serve.engine.graphs import SamplingKind
 from shoestring.serve.engine.request import NO_DRAFT, Draft, PendingDrafts, Request
 from shoestring.serve.engine.runner import Batch, Runner
-from shoestring.serve.engine.sampling import sample
+from shoestring.serve.engine.sampling import RowSettings
 from shoestring.serve.speculative.drafter import Drafter
-from shoestring.serve.speculative.verify import probabilities
 
 DRAFTER_FILE = "drafter.json"
 
@@ -252,17 +251,17 @@ def decode_drafts(
     probs: list[Tensor] = []
     reports = [r.rule.needs_draft_probabilities(r.sampling) for r in requests]
     samplings = [r.rule.draft_sampling(r.sampling, len(r.tokens)) for r in requests]
+    rows, _ = RowSettings.of(samplings, [len(r.tokens) for r in requests]).to(logits_NV.device)
     for i in range(n):
-        chosen_N = sample(logits_NV, samplings, [len(r.tokens) + i for r in requests])
+        chosen_N = rows.sample(logits_NV, ahead=i)
         tokens.append(chosen_N.clamp(min=0))  # NO_TOKEN of a broken drafter: any token, which the target rejects
         if any(reports):
-            probs.append(probabilities(logits_NV, samplings))
+            probs.append(rows.probabilities(logits_NV))
         if i + 1 < n:
             logits_NV = advance(tokens[-1], i)
     tokens_NG = torch.stack(tokens, dim=1).tolist()  # the one host sync of a proposal
-    return [
-        Draft(ids, torch.stack([p[row] for p in probs]) if reports[row] else None) for row, ids in enumerate(tokens_NG)
-    ]
+    probs_N = torch.stack(probs, dim=1).unbind() if probs else ()
+    return [Draft(ids, probs_N[row] if reports[row] else None) for row, ids in enumerate(tokens_NG)]
 
 
 def trim_head(model: Decoder, vocab_ids: Sequence[int]) -> None:

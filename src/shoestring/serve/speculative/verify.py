@@ -24,6 +24,8 @@ a position must not be used again when the position is drafted again.
 A `VerifyRule` is one such rule and states what it needs; each request has one. A `Verifier` applies the rules of all
 requests of a step for an engine, and may change logits first. Left out: trees of drafts.
 
+All numbers of a step go to the device in one copy that is not waited for, and its tokens come back in one.
+
 Shapes: R rows, V vocabulary, N requests, G drafts (padded to the most).
 """
 
@@ -35,12 +37,15 @@ from functools import partial
 from hashlib import blake2b
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from shoestring.errors import UserError
 from shoestring.kernels.gemv.embed_argmax import NO_TOKEN
-from shoestring.serve.engine.sampling import Sampling, gumbel_noise, keep_likely, sample
+from shoestring.kernels.runtime.host_ring import to_device
+from shoestring.kernels.sampling.noise import gumbel_noise, signed
+from shoestring.serve.engine.sampling import RowSettings, Sampling, sample, whole
 
 RuleName = Literal["coupled", "token", "block"]
 Verify = Callable[[Tensor, Sequence["Check"]], list[list[int]]]
@@ -88,11 +93,11 @@ def verify(logits_RV: Tensor, checks: Sequence[Check]) -> list[list[int]]:
         return checks[0].rule.verify(logits_RV, checks)
     starts = _starts(checks)
     gained: list[list[int]] = [[] for _ in checks]
-    for name in sorted(names):
-        mine = [i for i, c in enumerate(checks) if c.rule.name == name]
-        rows = [starts[i] + k for i in mine for k in range(checks[i].num_rows)]
-        part = logits_RV[torch.tensor(rows, device=logits_RV.device)]
-        for i, tokens in zip(mine, checks[mine[0]].rule.verify(part, [checks[i] for i in mine]), strict=True):
+    parts = [[i for i, c in enumerate(checks) if c.rule.name == name] for name in sorted(names)]
+    rows = [whole([starts[i] + k for i in mine for k in range(checks[i].num_rows)]) for mine in parts]
+    for mine, row_P in zip(parts, to_device(rows, logits_RV.device), strict=True):
+        found = checks[mine[0]].rule.verify(logits_RV[row_P], [checks[i] for i in mine])
+        for i, tokens in zip(mine, found, strict=True):
             gained[i] = tokens
     return gained
 
@@ -183,18 +188,6 @@ def residual(p_NV: Tensor, q_NV: Tensor, r_N: Tensor) -> Tensor:
     return torch.where(mass_N1 > 0, left_NV / mass_N1, p_NV)
 
 
-def probabilities(logits_RV: Tensor, samplings: Sequence[Sampling]) -> Tensor:
-    """The distribution that `sample` samples from, fp64 [R, V]; one-hot for greedy rows."""
-    logits = logits_RV if logits_RV.dtype == torch.float64 else logits_RV.float()
-    temperatures = [1.0 if s.greedy else s.temperature for s in samplings]
-    scaled = logits - logits.amax(dim=-1, keepdim=True)
-    scaled = scaled / torch.tensor(temperatures, device=logits.device, dtype=scaled.dtype)[:, None]
-    probs_RV = keep_likely(scaled, samplings).double().softmax(dim=-1)
-    greedy_R1 = torch.tensor([[s.greedy] for s in samplings], device=logits.device)
-    best_RV = torch.zeros_like(probs_RV).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
-    return torch.where(greedy_R1, best_RV, probs_RV)
-
-
 def derived_seed(seed: int | None, purpose: str, position: int) -> int:
     """A seed for one purpose in the step that starts with a text of this length."""
     return int.from_bytes(blake2b(f"{seed} {purpose} {position}".encode(), digest_size=8).digest(), "little")
@@ -206,22 +199,16 @@ Chances = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 def _verify_by_chance(
     logits_RV: Tensor, checks: Sequence[Check], chances: Chances, count: Callable[[Tensor], Tensor]
 ) -> list[list[int]]:
-    device, vocab = logits_RV.device, logits_RV.shape[-1]
-    num_drafts = [len(c.drafts) for c in checks]
-    most = max(num_drafts)
-    num_N = torch.tensor(num_drafts, device=device)
-    probs_RV = probabilities(logits_RV, [c.sampling for c in checks for _ in range(c.num_rows)])
-    last = [start + num for start, num in zip(_starts(checks), num_drafts, strict=True)]
-    row = [[min(start + i, end) for i in range(most + 1)] for start, end in zip(_starts(checks), last, strict=True)]
-    p_NGV = probs_RV[torch.tensor(row, device=device)]
-    x_NG = torch.tensor([[*c.drafts, *[0] * (most - len(c.drafts))] for c in checks], device=device)
-    x_NG = x_NG.reshape(len(checks), most).long()
-    q_NGV = torch.zeros(len(checks), most + 1, vocab, device=device, dtype=p_NGV.dtype)
-    for n, check in enumerate(checks):
-        if check.probs_GV is not None:
-            q_NGV[n, : len(check.drafts)] = check.probs_GV.to(q_NGV)
-        else:
-            q_NGV[n, torch.arange(len(check.drafts), device=device), x_NG[n, : len(check.drafts)]] = 1.0
+    device, vocab, num, most = logits_RV.device, logits_RV.shape[-1], len(checks), max(len(c.drafts) for c in checks)
+    # Their positions do not matter: only the distributions are asked for.
+    rows = RowSettings.of([c.sampling for c in checks for _ in range(c.num_rows)], [0] * len(logits_RV))
+    rows, sent = rows.to(device, *_numbers(checks, most, vocab))
+    num_N, row_NG1, x_NG, sampled_S, certain_C, position_N, accept_seed_N, final_seed_N = sent
+    p_NGV = rows.probabilities(logits_RV)[row_NG1]
+    q_NGV = torch.zeros(num, most + 1, vocab, device=device, dtype=p_NGV.dtype)
+    q_NGV.view(-1).index_fill_(0, certain_C, 1.0)
+    if given := [c.probs_GV for c in checks if c.probs_GV is not None]:
+        q_NGV.view(-1, vocab).index_copy_(0, sampled_S, torch.cat(given).to(q_NGV))
     # q = 0 after a request's last draft, so the residual there is p itself, which is what the extra token after a full
     # acceptance is sampled from.
     if most:
@@ -230,26 +217,57 @@ def _verify_by_chance(
         ratio_NG = torch.where(qx > 0, px / qx, 0.0)
         chance_NG, r_NG1 = chances(p_NGV, q_NGV[:, :-1], ratio_NG, num_N)
         valid_NG = torch.arange(most, device=device) < num_N[:, None]
-        taken_N = count((_uniform(checks, most, device) <= chance_NG) & valid_NG)
+        taken_N = count((_uniform(accept_seed_N, most) <= chance_NG) & valid_NG)
     else:
         r_NG1, taken_N = torch.ones_like(p_NGV[..., 0]), num_N
-    at = torch.arange(len(checks), device=device), taken_N
+    at = torch.arange(num, device=device), taken_N
     r_N = torch.where(taken_N == num_N, 1.0, r_NG1[at])
     final_NV = residual(p_NGV[at], q_NGV[at], r_N)
-    seeds = [derived_seed(c.sampling.seed, "final", c.position) if c.drafts else c.sampling.seed or 0 for c in checks]
-    noise_NV = gumbel_noise(seeds, [c.position for c in checks], vocab, device)
+    noise_NV = gumbel_noise(final_seed_N, position_N, torch.arange(vocab, device=device))
     # A maximum is NaN where there is one. No draft is accepted by a row that is not finite, nor after one.
-    finite_NG1 = logits_RV.amax(dim=-1).isfinite()[torch.tensor(row, device=device)]
+    finite_NG1 = logits_RV.amax(dim=-1).isfinite()[row_NG1]
     finite_N = finite_NG1.long().cumprod(dim=1)[at] > 0
     token_N = torch.where(finite_N, (final_NV.log() + noise_NV).argmax(-1), NO_TOKEN)
     found = torch.stack([taken_N * finite_N, token_N], dim=1).tolist()  # the one host sync of a step
     return [[*c.drafts[:taken], extra] for c, (taken, extra) in zip(checks, found, strict=True)]
 
 
-def _uniform(checks: Sequence[Check], num: int, device: torch.device) -> Tensor:
-    """[N, num] numbers in (0, 1), a function of each request's seed and position."""
-    seeds = [derived_seed(c.sampling.seed, "accept", c.position) for c in checks]
-    return torch.exp(-torch.exp(-gumbel_noise(seeds, [0] * len(checks), num, device)))
+def _numbers(checks: Sequence[Check], most: int, vocab: int) -> list[Tensor]:
+    """What the device has to know about each request, on the host:
+
+    drafts [N], rows of its logits [N, G+1] (the last one again for those that it does not have), drafts [N, G]; where
+    in [N, G+1] the distributions of sampled drafts belong, and where in [N, G+1, V] a draft that was not sampled has
+    its 1; position of the first draft, seeds of the tests and of the last token, [N] each.
+    """
+    num_N = np.array([len(c.drafts) for c in checks])
+    first_N, i_G = num_N.cumsum() - num_N + np.arange(len(checks)), np.arange(most + 1)
+    row_NG1 = first_N[:, None] + np.minimum(i_G, num_N[:, None])
+    x_NG = np.zeros((len(checks), most), dtype=np.int64)
+    drafted_NG = i_G[:-1] < num_N[:, None]
+    x_NG[drafted_NG] = [x for c in checks for x in c.drafts]
+    sampled_N = np.array([c.probs_GV is not None for c in checks])
+    place_NG = np.arange(len(checks))[:, None] * (most + 1) + i_G[:-1]
+    certain_NG = drafted_NG & ~sampled_N[:, None]
+    accept_seeds = [signed(derived_seed(c.sampling.seed, "accept", c.position)) for c in checks]
+    final_seeds = [
+        signed(derived_seed(c.sampling.seed, "final", c.position) if c.drafts else c.sampling.seed or 0) for c in checks
+    ]
+    return [
+        torch.from_numpy(num_N),
+        torch.from_numpy(row_NG1),
+        torch.from_numpy(x_NG),
+        torch.from_numpy(place_NG[drafted_NG & sampled_N[:, None]]),
+        torch.from_numpy(place_NG[certain_NG] * vocab + x_NG[certain_NG]),
+        whole([c.position for c in checks]),
+        whole(accept_seeds),
+        whole(final_seeds),
+    ]
+
+
+def _uniform(seed_N: Tensor, num: int) -> Tensor:
+    """[N, num] numbers in (0, 1)."""
+    noise_NG = gumbel_noise(seed_N, torch.zeros_like(seed_N), torch.arange(num, device=seed_N.device))
+    return torch.exp(-torch.exp(-noise_NG))
 
 
 def _leading(passed_NG: Tensor) -> Tensor:
