@@ -145,7 +145,7 @@ def decode() -> list[str]:
         f"transformers, static cache, compiled: {peer['value']:,.0f} tokens/s (run at {peer['commit']})",
         f"bf16 {bf16['value']:,.0f} ({bf16['commit']}), int4 with an 8-bit head {int4['value']:,.0f} tokens/s "
         f"({int4['commit']})",
-        link("engine", "engine.md"),
+        link("decoding", "benchmarks.md#decoding-on-one-gpu"),
     ]
 
 
