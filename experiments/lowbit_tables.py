@@ -549,7 +549,7 @@ def _table(best: dict[tuple[str, str, str], Found], model: str, *, all_grids: bo
     if trained:
         said += f" Training tokens of both trained methods: {' or '.join(f'{t:,}' for t in trained)}."
     if any(len(f.lines) > 1 for f in here.values()):
-        said += " Several seeds or texts: lowest to highest."
+        said += " Several seeds or texts: lowest to highest; a single number is of one seed."
     asked = [label for group in ASKED.get(model, ()) for label in (*grids(group), *float_grids(group))]
     if absent := [label for label in asked if all_grids and all(of != label for _, of in here)]:
         said += f" Not measured at all: {', '.join(sorted(absent, key=_order))}."
