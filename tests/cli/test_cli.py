@@ -18,13 +18,16 @@ import torch
 from tokenizers.processors import TemplateProcessing
 
 from shoestring.cli.app import run_cli
-from shoestring.cli.terminal import CompileLine, chat_prompt, stream_text
+from shoestring.cli.terminal import CompileLine, chat_prompt, open_engine, stream_text
 from shoestring.errors import Interrupted, UserError
 from shoestring.evals import model_row
 from shoestring.evals.perplexity import perplexity
 from shoestring.formats import convert, pack, parse_format
 from shoestring.model import Decoder, ModelSpec, Tokenizer, load_model, save_model
 from shoestring.model.parallel import init_weights
+from shoestring.serve.engine.logit_rules import LogitRules, SamplingWithRules, TokenHistory, VerifyWithRules
+from shoestring.serve.http.request_schema import ApiError, CompletionBody
+from shoestring.serve.speculative.verify import verify
 
 TEXT = "the quick brown fox jumps over the lazy dog. pack my box with five dozen liquor jugs. " * 40
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}<assistant>"
@@ -286,6 +289,50 @@ def test_generate_streams_the_engines_text(cli: Cli, model_folder: Path, monkeyp
     assert "[nothing was drafted: " in nothing
 
 
+def test_penalties_are_the_engines(cli: Cli, model_folder: Path) -> None:
+    from shoestring.serve import Engine
+
+    loaded = load_model(model_folder)
+    tokenizer = loaded.tokenizer
+    assert tokenizer is not None
+    prompt = tokenizer.encode("the quick")
+    engine = Engine(loaded.model, tokenizer, verify=VerifyWithRules(verify))
+    plain = None
+    for options, rules in (
+        ((), LogitRules()),
+        (("--repetition-penalty", 1.5), LogitRules(repetition=1.5)),
+        (("--presence-penalty", 2), LogitRules(presence=2.0)),
+        (("--frequency-penalty", -1), LogitRules(frequency=-1.0)),
+        (("--frequency-penalty", 1, "--presence-penalty", 0.5), LogitRules(frequency=1.0, presence=0.5)),
+    ):
+        sampling = SamplingWithRules(0.7, seed=3, max_tokens=24, rules=rules, history=TokenHistory(tuple(prompt)))
+        expected = engine.generate([prompt], sampling)[0].text
+        argv = ("generate", model_folder, "the quick", "--temperature", 0.7, "--seed", 3, "--max-tokens", 24)
+        assert cli(*argv, *options) == Result(0, f"the quick{expected}\n", "")
+        assert expected != plain
+        plain = plain or expected
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", 100.5),
+        ("presence_penalty", 2.5),
+        ("frequency_penalty", -3.0),
+    ],
+)
+def test_a_penalty_out_of_range_is_told_as_the_server_does(
+    cli: Cli, model_folder: Path, name: str, value: float
+) -> None:
+    with pytest.raises(ApiError) as refused:
+        CompletionBody.parse({"prompt": "the", name: value})
+    assert f"{name}={value} is not allowed; it must be " in str(refused.value)
+    option = "--" + name.replace("_", "-")
+    for argv in (("generate", model_folder, "the"), ("chat", model_folder)):
+        assert_one_line_error(cli(*argv, option, value), str(refused.value))
+
+
 def test_a_run_that_has_no_validation_text_needs_none(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What follows a short training can be done; who asks for such a corpus is told what else there is."""
     monkeypatch.setattr(model_row, "corpus_of_run", lambda path: ("texts", None))
@@ -346,15 +393,36 @@ def test_a_drafter_does_not_change_a_chat(cli: Cli, chat_folder: Path, monkeypat
 
 
 def test_what_drafts_gained_is_told_of_each_answer(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from shoestring.serve import DraftModel, Engine, Sampling
+    from shoestring.serve import DraftModel, Engine
 
     loaded = load_model(model_folder)
     drafter = DraftModel(load_model(model_folder).model)
     engine = Engine(loaded.model, loaded.tokenizer, max_requests=1, drafter=drafter, num_drafts=3)
     for _ in range(2):
-        stream_text(engine, [5, 6, 7], Sampling(max_tokens=13, ignore_eos=True), stats=True)
+        stream_text(engine, [5, 6, 7], SamplingWithRules(max_tokens=13, ignore_eos=True), stats=True)
         # The first step reads the prompt, before which nothing is drafted; then three drafts and one token a step.
         assert "[9 of 9 drafted tokens accepted (100%), 4 steps, 3.25 tokens per step]" in capsys.readouterr().out
+
+
+def test_penalties_of_a_chat_look_at_one_answer(
+    cli: Cli, chat_folder: Path, model_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was written in the answer before is part of the prompt now, and is not counted twice."""
+    engine = open_engine(load_model(model_folder), 64)
+    sampling = SamplingWithRules(max_tokens=12, ignore_eos=True, rules=LogitRules(presence=2.0, frequency=2.0))
+    texts = [stream_text(engine, [5, 6, 7], sampling, stats=False) for _ in range(2)]
+    assert texts[0] == texts[1] and len(set(texts[0])) > 2
+    capsys.readouterr()
+
+    def answer(*options: object) -> str:
+        monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
+        result = cli("chat", chat_folder, "--max-tokens", 12, *options)
+        assert result.code == 0, result
+        return result.out.removeprefix("> hello\n")
+
+    plain = answer()
+    assert len(plain) == 13 and answer("--repetition-penalty", 3) != plain
+    assert answer("--stop", plain[0]) == "\n"  # the text ends before it
 
 
 def test_a_chat_forgets_its_oldest_messages(cli: Cli, chat_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,6 +93,19 @@ TopPOption = Annotated[
 MinPOption = Annotated[
     float, typer.Option(help="Drop tokens below this fraction of the highest probability; 0 turns it off.")
 ]
+RepetitionOption = Annotated[
+    float,
+    typer.Option(
+        "--repetition-penalty",
+        help="Above 1: tokens of the prompt and the text become less likely (1.1, say); 1 turns it off.",
+    ),
+]
+PresenceOption = Annotated[
+    float, typer.Option("--presence-penalty", help="Subtracted from the logit of every token written so far; -2 to 2.")
+]
+FrequencyOption = Annotated[
+    float, typer.Option("--frequency-penalty", help="The same for each time that a token was written; -2 to 2.")
+]
 SeedOption = Annotated[int | None, typer.Option(help="The same seed gives the same text.")]
 StopOption = Annotated[list[str] | None, typer.Option(help="End the text before this string; may be repeated.")]
 DrafterOption = Annotated[
@@ -201,6 +214,9 @@ def generate(
     top_k: TopKOption = 0,
     top_p: TopPOption = 1.0,
     min_p: MinPOption = 0.0,
+    repetition_penalty: RepetitionOption = 1.0,
+    presence_penalty: PresenceOption = 0.0,
+    frequency_penalty: FrequencyOption = 0.0,
     seed: SeedOption = None,
     stop: StopOption = None,
     drafter: DrafterOption = None,
@@ -213,9 +229,10 @@ def generate(
     """Continue a text and stream it to the terminal. Under torchrun the model is split over the processes."""
     find_model(model)  # before anything heavy is imported
     from shoestring.evals.model_row import need_tokenizer
-    from shoestring.serve import Sampling
+    from shoestring.serve.engine.logit_rules import LogitRules, SamplingWithRules
 
-    sampling = Sampling(temperature, top_k, top_p, min_p, seed, max_tokens, tuple(stop or ()))
+    rules = LogitRules(presence=presence_penalty, frequency=frequency_penalty, repetition=repetition_penalty)
+    sampling = SamplingWithRules(temperature, top_k, top_p, min_p, seed, max_tokens, tuple(stop or ()), rules=rules)
     text = read_prompt(prompt)
 
     def write(loaded: LoadedModel, ranks: Ranks | None) -> None:
@@ -237,7 +254,11 @@ def chat(
     top_k: TopKOption = 0,
     top_p: TopPOption = 1.0,
     min_p: MinPOption = 0.0,
+    repetition_penalty: RepetitionOption = 1.0,
+    presence_penalty: PresenceOption = 0.0,
+    frequency_penalty: FrequencyOption = 0.0,
     seed: SeedOption = None,
+    stop: StopOption = None,
     context: Annotated[
         int, typer.Option(help="Tokens of chat to remember; the oldest messages are dropped first.")
     ] = 4096,
@@ -252,9 +273,10 @@ def chat(
     find_model(model)
     from shoestring.evals.model_row import need_tokenizer
     from shoestring.model.chat import fault
-    from shoestring.serve import Sampling
+    from shoestring.serve.engine.logit_rules import LogitRules, SamplingWithRules
 
-    sampling = Sampling(temperature, top_k, top_p, min_p, seed, max_tokens)
+    rules = LogitRules(presence=presence_penalty, frequency=frequency_penalty, repetition=repetition_penalty)
+    sampling = SamplingWithRules(temperature, top_k, top_p, min_p, seed, max_tokens, tuple(stop or ()), rules=rules)
 
     def talk(loaded: LoadedModel, ranks: Ranks | None) -> None:
         tokenizer = need_tokenizer(loaded)

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from shoestring.model.folder import LoadedModel
     from shoestring.model.skip import SkipSet
     from shoestring.model.transformer import Decoder
-    from shoestring.serve import Engine, Sampling, SkipPolicy
+    from shoestring.serve import Engine, SkipPolicy
+    from shoestring.serve.engine.logit_rules import SamplingWithRules
     from shoestring.serve.engine.tensor_parallel import Ranks
 
 
@@ -58,6 +59,8 @@ def open_engine(
     loaded: LoadedModel, context: int, drafter: str | None = None, skip: str = "none", ranks: Ranks | None = None
 ) -> Engine:
     from shoestring.serve import Engine, open_drafter
+    from shoestring.serve.engine.logit_rules import VerifyWithRules
+    from shoestring.serve.speculative.verify import verify
 
     if ranks is not None and skip != "none" and not _is_files(skip):
         raise UserError(
@@ -77,6 +80,7 @@ def open_engine(
         max_requests=1,
         max_context=context,
         drafter=guess,
+        verify=VerifyWithRules(verify),
         skip=policy,
         draft_skip=draft_skip,
         ranks=ranks,
@@ -133,10 +137,13 @@ def watch_compilations(engine: Engine) -> CompileLine:
     return line
 
 
-def stream_text(engine: Engine, tokens: list[int], sampling: Sampling, stats: bool, *, echo: str = "") -> str:
+def stream_text(engine: Engine, tokens: list[int], sampling: SamplingWithRules, stats: bool, *, echo: str = "") -> str:
     """Print a completion as it comes, behind `echo` once the engine has taken the prompt; returns it."""
     import time
 
+    from shoestring.serve.engine.logit_rules import TokenHistory
+
+    sampling = replace(sampling, history=TokenHistory(tuple(tokens)))  # what penalties look at: of this answer alone
     pieces: list[str] = []
     compiling = watch_compilations(engine)
     began, first = time.perf_counter(), 0.0

@@ -35,7 +35,7 @@ from shoestring.model.transformer import Decoder, Head
 from shoestring.serve.engine.block_pool import BlockPool, RowSpan
 from shoestring.serve.engine.kv_cache import KVCache
 from shoestring.serve.engine.prompt_attention import limit_cudnn_plans
-from shoestring.serve.engine.sampling import Sampling
+from shoestring.serve.engine.sampling import Sampling, check_setting
 from shoestring.serve.speculative.verify import Check, Verifier, Verify, as_verifier
 
 BLOCK_LOGITS = 1 << 23  # logits of a prompt held at once: 32 MB in fp32
@@ -50,6 +50,10 @@ class LogitRules:
     repetition: float = 1.0
     min_tokens: int = 0  # no token of `eos_ids` before this many are written
     eos_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("presence", "frequency", "repetition"):
+            check_setting(f"{name}_penalty", getattr(self, name))
 
     @cached_property  # asked for every text in every step
     def active(self) -> bool:

@@ -82,11 +82,18 @@ _ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "max_tokens": (lambda x: _is_int(x) and x >= 1, "1 or more"),
     "stop": (lambda x: all(isinstance(s, str) and s for s in x), "non-empty strings"),
 }
+# Of penalties, which change logits before they are sampled from (logit_rules.py).
+_ALLOWED_PENALTIES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "presence_penalty": (lambda x: _is_number(x) and -2 <= x <= 2, "from -2 to 2 (0: off)"),
+    "frequency_penalty": (lambda x: _is_number(x) and -2 <= x <= 2, "from -2 to 2 (0: off)"),
+    "repetition_penalty": (lambda x: _is_number(x) and 0 < x <= 100, "above 0 and at most 100 (1: off)"),
+}
+_RANGES = _ALLOWED | _ALLOWED_PENALTIES
 
 
 def check_setting(name: str, value: object) -> None:
     """Raises UserError unless `value` may be the setting `name`: the one rule, for the command line and the server."""
-    good, allowed = _ALLOWED[name]
+    good, allowed = _RANGES[name]
     if not good(value):
         raise UserError(f"{name}={reprlib.repr(value)} is not allowed; it must be {allowed}")
 

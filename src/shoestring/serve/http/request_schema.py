@@ -61,7 +61,9 @@ class ApiError(Exception):
         return {"error": error}
 
 
-Penalty = Annotated[float, Field(ge=-2, le=2)]
+# `check_setting` has the ranges; those here are for the schema, from which the reference is made.
+Penalty = Annotated[float, Field(json_schema_extra={"minimum": -2, "maximum": 2})]
+RepetitionPenalty = Annotated[float, Field(json_schema_extra={"exclusiveMinimum": 0, "maximum": 100})]
 
 
 class StreamOptions(BaseModel):
@@ -89,7 +91,7 @@ class Body(BaseModel):
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    repetition_penalty: RepetitionPenalty | None = None
     min_tokens: Annotated[int, Field(ge=0, le=2**31)] | None = None
     ignore_eos: bool | None = None
     mark_drafts: bool | None = None  # say in a stream which tokens a drafter had guessed
@@ -99,10 +101,13 @@ class Body(BaseModel):
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {}
     INSTEAD: ClassVar[dict[str, str]] = {}  # what to use instead of an unsupported parameter
 
-    @field_validator("temperature", "top_p", "top_k", "min_p", "seed")
+    @field_validator(
+        *("temperature", "top_p", "top_k", "min_p", "seed"),
+        *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+    )
     @classmethod
     def _as_anywhere(cls, value: Any, field: ValidationInfo) -> Any:
-        """The ranges of `Sampling`, and its words; what clients leave out has defaults of its own."""
+        """The ranges of the engine, and its words; what clients leave out has defaults of its own."""
         if value is not None:
             check_setting(str(field.field_name), value)
         return value
