@@ -237,9 +237,9 @@ def quality_bits() -> str:
                 [Level(f"full precision: {dense:.2f}", dense, at_left=True)],
             )
         ],
-        f"AWQ and GPTQ are calibrated on 16,384 tokens; BitDistiller and ours train on 1,048,576 (seeds: on the page). "
-        f"{SOURCE} {above} points lie above {HIGHEST:.0f} and are in the table. Several points of a method at the "
-        "same bits are different grids (int, NF, FP).",
+        "AWQ and GPTQ are calibrated on 16,384 tokens; BitDistiller and ours train on 1,048,576 (seeds: on the page; "
+        f"in groups of 192 one rate, one seed). {SOURCE} {above} points lie above {HIGHEST:.0f} and are in the table. "
+        "Several points of a method at the same bits are different grids (int, NF, FP).",
         height=340,
     )
 
