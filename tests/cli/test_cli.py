@@ -5,7 +5,11 @@ from __future__ import annotations
 import errno
 import io
 import json
+import os
+import pickle
+import shutil
 import signal
+import struct
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,6 +19,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers.processors import TemplateProcessing
 
 from shoestring.cli.app import run_cli
@@ -156,7 +161,7 @@ def test_bad_values_for_a_good_model(cli: Cli, model_folder: Path, tmp_path: Pat
         assert_one_line_error(cli("eval", model_folder, "--data", "nowhere", "--context", context), wanted)
     for context in (1, 0, -5):
         assert_one_line_error(cli("eval", model_folder, "--context", context), "'--context'")
-    assert_one_line_error(cli("inspect", binary), "no .gguf")
+    assert_one_line_error(cli("inspect", binary), "neither a .safetensors nor a .gguf file")
     nothing = cli("inspect", model_folder, "--against", "nowhere")
     assert_one_line_error(nothing, "nowhere does not exist")
     assert nothing.out == ""
@@ -503,6 +508,75 @@ def test_inspect_shows_formats_per_layer(cli: Cli, model_folder: Path, packed_fo
     assert "int4" in row and "64 x 64" in row
     row = next(line for line in packed.splitlines() if "layers.1.self_attn.q_proj.weight" in line)
     assert "f32" in row and " 32." in row
+
+
+def test_inspect_of_one_safetensors_file(cli: Cli, model_folder: Path, tmp_path: Path) -> None:
+    shown = cli("inspect", model_folder / "model.safetensors", "--verify")
+    assert shown.code == 0 and "1 fit" in shown.out and f"A part of {model_folder}" in shown.out, shown
+    spec = load_model(model_folder).spec
+    row = next(line for line in shown.out.splitlines() if "layers.*.mlp.up_proj.weight" in line)
+    assert row.split() == ["model.layers.*.mlp.up_proj.weight", "2", "128", "x", "64", "f32", "32", "0.065536"]
+    num = sum(t.numel() for t in load_file(model_folder / "model.safetensors").values())
+    assert f"parameters           {num:,}" in shown.out and spec.num_layers == 2
+    file = tmp_path / "any.safetensors"
+    tensors = {"w.0": torch.ones(3, 5, dtype=torch.bfloat16), "w.1": torch.ones(3, 5, dtype=torch.bfloat16)}
+    tensors |= {"codes": torch.arange(7, dtype=torch.uint8), "phase": torch.ones(2, dtype=torch.complex64)}
+    save_file(tensors, file, metadata={"made by": "hand\n" * 400})
+    shown = cli("inspect", file, "--layers", "--verify")
+    assert shown.code == 0 and "0 fit, 1 weight file has none" in shown.out and "A part of" not in shown.out, shown
+    assert "metadata 'made by'" in shown.out and "hand\\nhand" in shown.out
+    rows = [line.split() for line in shown.out.splitlines()]
+    assert ["w.0", "3", "x", "5", "bf16", "16", "3e-05"] in rows and ["codes", "7", "u8", "8", "7e-06"] in rows
+    for name, at, value in (("w.1", (2, 4), torch.inf), ("phase", 1, complex(0, torch.nan))):
+        broken = {k: t.clone() for k, t in tensors.items()}
+        broken[name][at] = value
+        save_file(broken, file)
+        assert_one_line_error(cli("inspect", file, "--verify"), f"tensor '{name}' holds NaN or infinite values (1 of")
+
+
+def test_a_safetensors_file_in_types_that_torch_cannot_compute_with(cli: Cli, tmp_path: Path) -> None:
+    for kind, num_bytes in (("F4", 16), ("F6_E2M3", 24)):
+        header = json.dumps({"w": {"dtype": kind, "shape": [4, 8], "data_offsets": [0, num_bytes]}}).encode()
+        file = tmp_path / f"{kind}.safetensors"
+        file.write_bytes(struct.pack("<Q", len(header)) + header + bytes(num_bytes))
+        shown = cli("inspect", file, "--verify")
+        assert shown.code == 0, shown
+        bits = 8 * num_bytes // 32
+        row = ["w", "1", "4", "x", "8", kind.lower(), str(bits)]
+        assert row == next(line.split() for line in shown.out.splitlines() if f" {kind.lower()} " in line)[:7]
+
+
+def test_inspect_of_files_that_hold_no_weights(cli: Cli, model_folder: Path, tmp_path: Path) -> None:
+    good = (model_folder / "model.safetensors").read_bytes()
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+    for data, said in (
+        (good[:-1], "is truncated or corrupt"),
+        (good[:30], "is truncated or corrupt"),
+        (b"", "is truncated or corrupt"),
+        (b"<!DOCTYPE html><title>404</title>", "is truncated or corrupt"),
+        (pointer, "is a Git LFS pointer, not the weights; run `git lfs pull`"),
+    ):
+        file = tmp_path / "m.safetensors"
+        file.write_bytes(data)
+        for options in ((), ("--layers",), ("--verify",)):
+            result = cli("inspect", file, *options)
+            assert_one_line_error(result, f"{file} {said}")
+            assert result.out == ""
+    changed = tmp_path / "changed"
+    shutil.copytree(model_folder, changed)
+    (changed / "model.safetensors").write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    assert_one_line_error(cli("inspect", changed / "model.safetensors", "--verify"), "its checksum does not fit")
+    for name in ("m.bin", "m.pt", "m.pth", "m.ckpt", "m.pkl"):
+        (tmp_path / name).write_bytes(pickle.dumps(Trap()))
+        assert_one_line_error(cli("inspect", tmp_path / name), "is a pickle", "never read", "convert it to safetensors")
+    assert_one_line_error(cli("inspect", model_folder / "model.safetensors", "--against", model_folder), "is a file")
+
+
+class Trap:
+    """A pickle that ends whoever opens it."""
+
+    def __reduce__(self) -> tuple[Callable[[int], None], tuple[int]]:
+        return os._exit, (99,)
 
 
 def test_inspect_against_the_source_shows_each_layers_error(

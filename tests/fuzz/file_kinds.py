@@ -82,6 +82,12 @@ def use_model(folder: Path) -> None:
     summarize(folder)
 
 
+def use_tensors_file(folder: Path) -> None:
+    """What `inspect --layers --verify` does with one file."""
+    summarize(folder / SAFE, each_layer=True)
+    verify(folder / SAFE)
+
+
 def make_llama(folder: Path) -> None:
     save_model(folder, tiny_llama(), tiny_tokenizer())
 
@@ -670,6 +676,12 @@ KINDS: tuple[Kind, ...] = (
     Kind("config.json of qwen2", make_qwen2, on("config.json", "json", "json", "json", "bytes"), use_model),
     Kind("config.json of gpt2", make_gpt2, on("config.json", "json", "json", "json", "bytes"), use_model),
     Kind("safetensors", make_llama, (*on(SAFE, "entry", "bytes", "bytes", head=2500), header, header), use_model),
+    Kind(
+        "safetensors file alone",
+        make_llama,
+        (*on(SAFE, "entry", "bytes", "bytes", head=2500), header, header),
+        use_tensors_file,
+    ),
     Kind(
         "safetensors index",
         make_shards,

@@ -475,7 +475,7 @@ def evaluate(
 
 @app.command()
 def inspect(
-    path: Annotated[str, typer.Argument(help="A run, a model folder, a checkpoint or a .gguf file.")],
+    path: Annotated[str, typer.Argument(help="A run, a model folder, a checkpoint, a .safetensors or a .gguf file.")],
     against: Annotated[
         str | None, typer.Option(help="The model it was made from: show the error of each layer's weight.")
     ] = None,
@@ -484,10 +484,10 @@ def inspect(
         bool, typer.Option("--verify", help="Read everything: checksums, and weights that are NaN or infinite.")
     ] = False,
 ) -> None:
-    """What a run, a model, a checkpoint or a GGUF file holds: parameters, formats, sizes, metrics."""
+    """What a run, a model, a checkpoint, a safetensors or a GGUF file holds: parameters, formats, sizes, metrics."""
     check_path(path)
-    if not path or not Path(path).exists():
-        kinds = "a run, a model folder, a checkpoint folder or a .gguf file"
+    if not path or not Path(path).exists():  # before anything heavy is imported
+        kinds = "a run, a model folder, a checkpoint folder, a .safetensors file or a .gguf file"
         raise UserError(f"{path or 'the empty path'} does not exist; give {kinds}")
     from shoestring.cli.inspect import errors_table, summarize, verified_table
 

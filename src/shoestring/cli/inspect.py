@@ -34,9 +34,11 @@ from shoestring.model.hf_names import hf_module, our_module
 from shoestring.model.spec import ModelSpec
 from shoestring.report import Table, eval_table, flatten, in_words
 from shoestring.runlog import read_config, read_evals, read_metrics
-from shoestring.state.files import DTYPES, TensorFiles, open_tensors
+from shoestring.state.files import PICKLED, TensorFiles, open_tensors
 
 ERRORS = ("output_error", "weight_error")
+FOLDERS = "the folder of a run, a model or a checkpoint"
+KINDS = f"{FOLDERS}, a .safetensors file or a .gguf file"
 
 
 @dataclass(frozen=True)
@@ -58,11 +60,9 @@ class Stored:
 def summarize(path: Path, *, each_layer: bool = False) -> list[Table]:
     """The tables of whatever lies at `path`; each_layer: one row per weight instead of one per kind."""
     if not path.exists():
-        raise UserError(f"{path} does not exist; give a run, a model folder, a checkpoint folder or a .gguf file")
+        raise UserError(f"{path} does not exist; give {KINDS}")
     if path.is_file():
-        if path.suffix != ".gguf":
-            raise UserError(f"{path} is a file but no .gguf; give the folder of a run, a model or a checkpoint")
-        return _gguf(path, each_layer)
+        return _file(path, each_layer)
     is_model = (path / "config.json").is_file()
     if (path / "manifest.json").is_file() and not is_model:
         return _checkpoint(path, each_layer)
@@ -78,6 +78,46 @@ def summarize(path: Path, *, each_layer: bool = False) -> list[Table]:
 
 
 # -- kinds of paths ----------------------------------------------------------------------------------
+
+
+def _file(path: Path, each_layer: bool) -> list[Table]:
+    match path.suffix:
+        case ".gguf":
+            return _gguf(path, each_layer)
+        case ".safetensors":
+            return _tensors_file(path, each_layer)
+        case suffix if suffix in PICKLED:
+            raise UserError(
+                f"{path} is a pickle, which can run code when it is opened, and is never read; "
+                "convert it to safetensors first (transformers: from_pretrained, then save_pretrained)"
+            )
+    raise UserError(f"{path} is neither a .safetensors nor a .gguf file; give one of these, or {FOLDERS}")
+
+
+def _tensors_file(path: Path, each_layer: bool) -> list[Table]:
+    opened = open_tensors(path)
+    stored = _tensors_of(opened)
+    facts = {"tensors": len(stored), **{f"metadata {shown(k)}": shown(v) for k, v in (opened.metadata() or {}).items()}}
+    weights = weights_table(stored, each_layer)
+    if (path.parent / "config.json").is_file() or (path.parent / "manifest.json").is_file():
+        note = f"A part of {path.parent}: `shoestring inspect {path.parent}` shows what it belongs to."
+        weights = replace(weights, note=note)
+    return [_facts(f"File {path}", facts, stored, {"MB of the file": path.stat().st_size / 1e6}), weights]
+
+
+def _tensors_of(opened: Any) -> list[Stored]:
+    """What an opened safetensors file holds."""
+    stored = []
+    for name in opened.keys():  # noqa: SIM118 (no dict)
+        kind, shape = str(opened.get_slice(name).get_dtype()), tuple(opened.get_slice(name).get_shape())
+        stored.append(Stored(name, shape, kind.lower(), stored_bits(kind) * math.prod(shape)))
+    return stored
+
+
+def stored_bits(kind: str) -> float:
+    """Of one element, by safetensors' name of its dtype: BF16, F8_E4M3, F4, BOOL."""
+    digits = re.search(r"[0-9]+", kind)
+    return 8.0 if digits is None else float(digits[0])
 
 
 def _run(folder: Path, each_layer: bool) -> list[Table]:
@@ -119,12 +159,9 @@ def _any_folder(folder: Path, config: dict[str, Any], each_layer: bool) -> list[
     """The tensors of a model that Shoestring does not run: an encoder, a vision model, parts of a pipeline."""
     files = sorted(folder.glob("*.safetensors"))
     packed = (folder / "shoestring.json").is_file()
-    stored: list[Stored] = folder_weights(folder) if packed else []
-    for opened in () if packed else map(open_tensors, files):
-        for name in opened.keys():  # noqa: SIM118 (no dict)
-            kind, shape = str(opened.get_slice(name).get_dtype()), tuple(opened.get_slice(name).get_shape())
-            bits = 8.0 * DTYPES.get(kind, torch.float16).itemsize * math.prod(shape)
-            stored.append(Stored(name, shape, kind.lower(), bits))
+    stored = (
+        folder_weights(folder) if packed else [s for opened in map(open_tensors, files) for s in _tensors_of(opened)]
+    )
     facts: dict[str, Any] = {k: config[k] for k in ("model_type", "architectures") if k in config}
     facts |= {k: v for k, v in config.items() if type(v) is int}
     note = "Shoestring does not run this model; convert, pack and shrink work on its modules from Python."
@@ -183,7 +220,7 @@ def folder_weights(folder: Path) -> list[Stored]:
     stored: dict[str, Stored] = {}
     for name in files.names:
         module, _, leaf = name.rpartition(".")
-        bits = math.prod(files.shape(name)) * 8.0 * DTYPES.get(files.dtype(name), torch.float16).itemsize
+        bits = math.prod(files.shape(name)) * stored_bits(files.dtype(name))
         if module in labels and leaf.startswith("weight"):
             known = stored.get(f"{module}.weight")
             total = bits + (known.bits if known else 0.0)
@@ -325,7 +362,7 @@ def written_table(tensors: Sequence[WrittenTensor]) -> Table:
 
 
 def verified_table(path: Path) -> tuple[Table, list[str]]:
-    """What --verify has read, and the problems that it found; a run's model and all its checkpoints."""
+    """What --verify has read, and the problems that it found; of a run: its model and all its checkpoints."""
     from shoestring.model.verify import verify
 
     is_run = (path / "metrics.jsonl").is_file() or (path / "checkpoints").is_dir()
@@ -337,7 +374,7 @@ def verified_table(path: Path) -> tuple[Table, list[str]]:
         found = verify(place)
         checksums = f"{len(found.checked)} fit"
         if found.unknown:
-            checksums += f", {len(found.unknown)} weight files have none"
+            checksums += f", {len(found.unknown)} weight {'files have' if found.unknown[1:] else 'file has'} none"
         rows.append([str(place), checksums, found.num_tensors, "; ".join(found.problems) or "none"])
         problems += found.problems
     return Table("Verified", ["path", "checksums", "tensors read", "problems"], rows), problems

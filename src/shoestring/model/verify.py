@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from shoestring.errors import UserError, shown
@@ -20,6 +21,8 @@ from shoestring.paths import expand, find_model
 from shoestring.state.checkpoint_files import CHUNK, MANIFEST
 from shoestring.state.files import CHECKSUMS, TensorFiles, open_tensors
 from shoestring.state.manifest import read_manifest
+
+ALWAYS_FINITE = ("F4", "F6_E2M3", "F6_E3M2")  # every code is a number, and torch computes with none of them
 
 
 @dataclass(frozen=True)
@@ -40,16 +43,28 @@ def check_intact(path: str | Path) -> None:
 
 
 def verify(path: str | Path) -> Verified:
-    """A model folder, a run folder (its model), a checkpoint folder or a .gguf file."""
+    """A model folder, a run folder (its model), a checkpoint folder, a .safetensors file or a .gguf file."""
     path = expand(path)
+    if path.suffix == ".safetensors" and path.is_file():
+        stated = {name: of for name, of in _stated(path.parent).items() if name == path.name}
+        problems = [said for of in stated.values() if (said := _file_problem(path, *of))]
+        fitting, unknown = (() if problems else tuple(stated)), (() if stated else (path.name,))
+        return _found(fitting, unknown, list(_part_tensors(path)), problems)
     if path.suffix == ".gguf" and not path.is_dir():
         return _found((), (path.name,), list(_gguf_tensors(path)), [])
     if (path / MANIFEST).is_file():
-        parts = {name: (part.bytes, part.sha256) for name, part in read_manifest(path).parts.items()}
+        parts = _stated(path)
         return _checked(path, parts, [t for name in parts for t in _part_tensors(path / name)])
     folder = find_model(path)
     stem = "packed" if (folder / "shoestring.json").is_file() else "model"
     return _checked(folder, read_checksums(folder), list(_folder_tensors(folder, stem)))
+
+
+def _stated(folder: Path) -> dict[str, tuple[int, str]]:
+    """What a checkpoint's manifest or a model's checksums.json says about the files beside it."""
+    if (folder / MANIFEST).is_file():
+        return {name: (part.bytes, part.sha256) for name, part in read_manifest(folder).parts.items()}
+    return read_checksums(folder)
 
 
 def read_checksums(folder: Path) -> dict[str, tuple[int, str]]:
@@ -98,13 +113,15 @@ def _file_problem(path: Path, num_bytes: int, sha256: str) -> str | None:
 def _folder_tensors(folder: Path, stem: str) -> Iterator[tuple[str, str | None]]:
     files = TensorFiles(folder, stem)
     for name in files.names:
-        yield name, _value_problem(f"{folder}: tensor {name!r}", files.read(name))
+        finite = files.dtype(name) in ALWAYS_FINITE
+        yield name, None if finite else _value_problem(f"{folder}: tensor {name!r}", files.read(name))
 
 
 def _part_tensors(part: Path) -> Iterator[tuple[str, str | None]]:
     opened = open_tensors(part)
     for name in opened.keys():  # noqa: SIM118 (no dict)
-        yield name, _value_problem(f"{part}: tensor {name!r}", opened.get_tensor(name))
+        finite = opened.get_slice(name).get_dtype() in ALWAYS_FINITE
+        yield name, None if finite else _value_problem(f"{part}: tensor {name!r}", opened.get_tensor(name))
 
 
 def _gguf_tensors(path: Path) -> Iterator[tuple[str, str | None]]:
@@ -116,6 +133,8 @@ def _gguf_tensors(path: Path) -> Iterator[tuple[str, str | None]]:
 
 
 def _value_problem(what: str, tensor: Tensor) -> str | None:
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
     if not tensor.is_floating_point():
         return None
     piece = CHUNK // 4

@@ -33,6 +33,7 @@ from shoestring.json_files import check_path, read_object
 from shoestring.state.checkpoint_files import Entry, PartWriter, part_header, replace_folder, sync
 
 SHARD_BYTES = 5 * 10**9
+PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")  # endings of weights that are pickles
 MODEL_METADATA = {"format": "pt"}  # in the header of every weight file of a model folder
 CHECKSUMS = "checksums.json"  # of a model folder: sha256 of every other file
 FORGOTTEN_S = 24 * 3600.0  # a hidden folder of another machine that is this old belongs to no process any more
@@ -151,7 +152,7 @@ def open_tensors(path: Path) -> Any:
 
 
 def _no_weights(folder: Path, stem: str) -> UserError:
-    pickled = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
+    pickled = sorted(p.name for p in folder.iterdir() if p.suffix in PICKLED)
     if pickled:
         return UserError(
             f"{folder} has only pickled weights ({pickled[0]}); pickle can run code and is never read: "
