@@ -11,6 +11,7 @@ from benchmarks.results import markdown, newest, provenance
 
 BENCH = "drafter"
 LONGER = "more steps"
+CUT = ", cut"  # behind the budget of a training that was cut off
 PEER = "peer"
 REFILLED, CLOSED = "refilled", "closed"  # where a text ends another begins, or none
 FEW_STEPS = 100
@@ -260,11 +261,12 @@ def _varied(config: dict[str, Any]) -> bool:
 
 def accepted(target: str) -> dict[str, dict[str, float]]:
     """Acceptance and tokens per pass of each drafter in its newest training, the mean over seeds; not of trainings at
-    equal compute."""
+    equal compute, nor of those that were cut off."""
     lines = [n for n in newest(BENCH) if n["config"]["target"] == target and "acceptance" in n["quality"]]
     found: dict[str, dict[str, float]] = {}
     for case in dict.fromkeys(n["case"] for n in lines):
         own = [n for n in lines if n["case"] == case and n["config"]["budget"] != "equal compute"]
+        own = [n for n in own if not n["config"]["budget"].endswith(CUT)]
         if own:
             training = _training(own[-1])
             own = [n for n in own if _training(n) == training]

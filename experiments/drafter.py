@@ -7,11 +7,25 @@
     python -m experiments.drafter --size medium --english FOLDER --no-speed     a small one on more tokens: acceptance
     python -m experiments.drafter --size stories --assets FOLDER --no-speed     stories260K on a CPU, minutes a seed
 
-In parts, where a machine is shared for training and idle only for the timing (all with the same --keep):
+In parts, where a machine is shared for training and idle only for the timing (all with the same --target-folder, or
+--keep, which is the same):
 
     python -m experiments.drafter --keep DIR --prepare                  target, its text, its scores
     python -m experiments.drafter --keep DIR --wait 200 --no-speed --cases LK AdaSPEC     several of these at once
     python -m benchmarks.drafter_speed --keep DIR                      tokens per second of the kept drafters
+
+Rows alone, in this order and nothing else, with a target that is trained by the first call and read by the others:
+
+    python -m experiments.drafter --size medium --english FOLDER --no-speed --target-folder DIR --deadline 500
+        --rows "DistillSpec:more steps" "DistillSpec, on-policy:equal steps"
+
+"more steps" are --longer-steps, or as many as cost what "AdaSPEC, 2.5x batch" costs. Every stage says how long it will
+take, as far as an earlier one of its kind tells (seconds.json in DIR), and what is left of --deadline.
+
+A row is recorded as soon as it is measured. SIGTERM, Ctrl-C and the end of --deadline stop a training after its step:
+it is saved in --target-folder, where the same call goes on with it, and measured as it is if half of its steps are
+done; such a row has ", cut" in its budget, its steps, and planned_steps. A measurement is completed. After that, or
+at once in other stages, the call ends; a second signal ends it in any case.
 
 Every drafter starts as the target's first layers and sees the same rows of the corpus in the same order (or of text
 that the target wrote: `own_text` of a size). It is measured on prompts from documents that neither it nor the target
@@ -31,17 +45,21 @@ import argparse
 import copy
 import gc
 import json
+import math
 import os
+import shutil
 import tempfile
 import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.drafter_tables import BENCH, BUDGETS, LONGER, batches, table
+from benchmarks.drafter_tables import BENCH, BUDGETS, CUT, LONGER, batches, table
 from benchmarks.results import record, significant
 from experiments.drafter_target import (
     SIZES,
@@ -54,11 +72,13 @@ from experiments.drafter_target import (
     train_target,
     write_own_text,
 )
+from experiments.python_corpus import open_prepared
+from experiments.time_budget import Limits
 from shoestring.device import pick_device, pick_dtype
-from shoestring.errors import Interrupted, as_command
+from shoestring.errors import Interrupted, UserError, as_command
 from shoestring.evals.model_row import need_tokenizer
 from shoestring.mesh import Mesh
-from shoestring.model import Decoder, load_model, save_model
+from shoestring.model import Decoder, ModelSpec, load_model, save_model
 from shoestring.runlog import RunLog, write_atomically
 from shoestring.serve import Engine
 from shoestring.serve.speculative.draft_model import DraftModel, trim_head
@@ -80,6 +100,7 @@ K = 64
 NUM_DRAFTS = 4
 SHARE = 0.25  # of the micro-batches that an on-policy drafter writes itself
 FRACTION = 0.4  # of a step's tokens that AdaSPEC learns from
+LOG_EVERY = 10  # steps, of the trainer
 # How tokens are chosen: what its numbers are called, temperature.
 KINDS = (("", 0.0), ("sampled_", 1.0), ("sampled_0.7_", 0.7))
 
@@ -102,6 +123,148 @@ CASES = (
     Case("LK hybrid + AdaSPEC", "lk_hybrid", reference=True),
     Case("AdaSPEC, 2.5x batch", reference=True, more_rows=1 / FRACTION),
 )
+LARGEST = CASES[-1]  # in compute
+ENOUGH = 0.5  # of its steps, for a training that was cut off to be measured
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A training to do."""
+
+    case: Case
+    budget: str
+    steps: int
+
+    def __str__(self) -> str:
+        return f"{self.case.name}, {self.budget}"
+
+    def name(self, seed: int) -> str:
+        """Of its checkpoints."""
+        return f"{self}-{self.steps}-{seed}".replace(",", "").replace(" ", "-")
+
+
+def step_flops(spec: ModelSpec, size: Size, case: Case) -> float:
+    """Operations of one step of a case, with its share of the reference: that has as many steps of DistillSpec's rows,
+    and a pass over all of the case's. `spec`: the target's."""
+    drafter = replace(spec, num_layers=size.layers, vocab_size=size.vocab or spec.vocab_size)
+    forward = drafter.flops_per_token(size.draft_context) / 3
+    tokens = round(case.more_rows * size.draft_batch) * size.draft_context
+    total = 3 * forward * tokens
+    if case.reference:
+        total += 3 * forward * size.draft_batch * size.draft_context + forward * tokens
+    if case.on_policy:
+        judge = spec.flops_per_token(size.draft_context) / 3
+        total += SHARE * (forward + judge) * tokens
+    return total
+
+
+def steps_costing(spec: ModelSpec, size: Size, case: Case, other: Case) -> int:
+    """Steps of a case that cost what another costs at the full number."""
+    return max(1, round(size.draft_steps * step_flops(spec, size, other) / step_flops(spec, size, case)))
+
+
+def plan_of(args: argparse.Namespace, spec: ModelSpec, size: Size) -> list[Planned]:
+    """The trainings of a call, in order: those of --rows, or all of --cases and --budgets, in the order of --cases."""
+
+    def planned(case: Case, budget: str) -> Planned:
+        if budget == LONGER:
+            return Planned(case, budget, args.longer_steps or steps_costing(spec, size, case, LARGEST))
+        full = budget == BUDGETS[1]
+        return Planned(case, budget, size.draft_steps if full else steps_costing(spec, size, case, CASES[0]))
+
+    cases = {case.name: case for case in CASES}
+    if args.rows:
+        return [planned(cases[name], budget) for name, budget in args.rows]
+    plan = [planned(case, BUDGETS[1]) for case in CASES]
+    plan += [planned(case, BUDGETS[2]) for case in CASES if case.reference or case.on_policy]
+    plan = [p for p in plan if p.case.name in args.cases and p.budget in args.budgets]
+    plan.sort(key=lambda p: args.cases.index(p.case.name))
+    if args.longer_steps:
+        plan.insert(args.longer_at, planned(cases[args.longer], LONGER))
+    return plan
+
+
+def asked_row(text: str) -> tuple[str, str]:
+    """CASE:BUDGET of --rows."""
+    name, _, budget = text.rpartition(":")
+    names = [case.name for case in CASES]
+    if name not in names or budget not in BUDGETS[1:]:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no row: give CASE:BUDGET with a case of {', '.join(names)} and a budget of "
+            f"{', '.join(BUDGETS[1:])}"
+        )
+    return name, budget
+
+
+# -- time ---------------------------------------------------------------------------------------------------
+
+
+class Seconds:
+    """How long stages took, by name; kept in a file for later calls. Those of a training are seconds a step."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.known: dict[str, float] = json.loads(path.read_text()) if path.is_file() else {}
+
+    def note(self, stage: str, seconds: float) -> None:
+        self.known[stage] = round(seconds, 4)
+        write_atomically(self.path, json.dumps(self.known, indent=1))
+
+    @contextmanager
+    def timed(self, stage: str, what: str) -> Iterator[None]:
+        """A stage that says beforehand how long it takes, and afterwards how long it took."""
+        known = self.known.get(stage)
+        print(f"next: {what}, " + ("no estimate yet" if known is None else f"about {known:.0f} s"), flush=True)
+        began = time.perf_counter()
+        with clock(what):
+            yield
+        self.note(stage, time.perf_counter() - began)
+
+    def of_training(self, planned: Planned, cost: Callable[[Case], float]) -> float | None:
+        """Of a case that was not trained yet: by its operations, from one that was."""
+        if planned.case.name in self.known:
+            return planned.steps * self.known[planned.case.name]
+        others = [c for c in CASES if c.name in self.known and c.on_policy == planned.case.on_policy]
+        if not others:
+            return None
+        return planned.steps * self.known[others[-1].name] * cost(planned.case) / cost(others[-1])
+
+
+class PaceLog(RunLog):
+    """Tells once, after some steps of a training, how long the rest will take."""
+
+    AFTER = 20  # steps
+
+    def __init__(self) -> None:
+        super().__init__(None, quiet=True)
+        self.what, self.steps, self.told = "", 0, False
+
+    def begin(self, what: str, steps: int) -> None:
+        self.what, self.steps, self.told = what, steps, False
+        self.history.clear()
+
+    def log(self, step: int, **scalars: Any) -> None:
+        super().log(step, **scalars)
+        # From the first line on: the steps before it compile.
+        if not self.told and step - self.history[0]["step"] >= self.AFTER:
+            assert self.pace is not None
+            print(f"{self.what}: step {step} of {self.steps}, {self.pace * (self.steps - step):.0f} s more", flush=True)
+            self.told = True
+
+    @property
+    def pace(self) -> float | None:
+        """Seconds a step."""
+        if len(self.history) < 2:
+            return None
+        first, last = self.history[0], self.history[-1]
+        return (last["time"] - first["time"]) / (last["step"] - first["step"])
+
+    @property
+    def last_step(self) -> int:
+        return int(self.history[-1]["step"]) if self.history else 0
+
+
+# -- the rows ------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -132,19 +295,21 @@ class Bench:
         name: str,
         folder: Path,
         seed: int = 1,
-        longer: int = 0,
-        more_rows: float = 1.0,
+        plan: Sequence[Planned] = (),
+        kept: bool = False,
     ) -> None:
-        """`longer`: steps of the one that is trained for longest. `more_rows`: the largest of its cases."""
+        """`plan`: the trainings that will be asked for. `kept`: the folder is there for later calls, too."""
         self.target, self.size, self.layers, self.name = target, size, size.layers, name
         self.text = text if isinstance(text, TokenShards) else text.train
         self.prompts, self.folder, self.seed = prompts, folder, seed
         self.device = target.device
         self.mesh = Mesh(0, 1, self.device)
         self.data = self.rows_of(CASES[0])
-        self.log = RunLog(None, quiet=True)
-        steps = max(longer, round(size.draft_steps * more_rows))
-        with clock(f"the target's top {K} on {min(steps, self.data.steps_per_epoch):.0f} steps of text"):
+        self.log, self.plan, self.kept = PaceLog(), list(plan), kept
+        self.seconds = Seconds(folder / "seconds.json")
+        steps = max([size.draft_steps, *(round(p.steps * p.case.more_rows) for p in plan)])
+        what = f"the target's top {K} on {min(steps, self.data.steps_per_epoch):.0f} steps of text"
+        with self.seconds.timed("scores", what):
             self.cache: TeacherCache = score_text(folder / f"targets-{seed}", target, self.data, k=K, steps=steps).to(
                 self.device
             )
@@ -164,27 +329,6 @@ class Bench:
         batch = round(case.more_rows * self.size.draft_batch)
         return TokenData(self.text, context=self.size.draft_context, batch=batch, seed=self.seed)
 
-    # -- compute --------------------------------------------------------------------------------------------
-    def step_flops(self, case: Case) -> float:
-        """Operations of one step of a case, with its share of the reference: that has as many steps of DistillSpec's
-        rows, and a pass over all of the case's."""
-        size, vocab = self.size, self.size.vocab or self.target.spec.vocab_size
-        drafter = replace(self.target.spec, num_layers=self.layers, vocab_size=vocab)
-        forward = drafter.flops_per_token(size.draft_context) / 3
-        tokens = round(case.more_rows * size.draft_batch) * size.draft_context
-        total = 3 * forward * tokens
-        if case.reference:
-            total += 3 * forward * self.data.tokens_per_step + forward * tokens
-        if case.on_policy:
-            judge = self.target.spec.flops_per_token(size.draft_context) / 3
-            total += SHARE * (forward + judge) * tokens
-        return total
-
-    def equal_steps(self, case: Case) -> int:
-        """Steps that cost what DistillSpec costs at the full number."""
-        budget = self.size.draft_steps * self.step_flops(CASES[0])
-        return max(1, round(budget / self.step_flops(case)))
-
     # -- training -------------------------------------------------------------------------------------------
     def fresh_drafter(self) -> Decoder:
         drafter = first_layers(self.target, self.layers).to(self.device)
@@ -192,7 +336,7 @@ class Bench:
         return drafter
 
     def schedule(self, steps: int) -> Schedule:
-        return Schedule(steps, self.size.draft_lr, max(1, steps // 20))
+        return Schedule(steps, self.size.draft_lr, max(1, steps // 20), save_last=False)
 
     def reference(self, steps: int, data: TokenData) -> ScalarCache:
         """Losses on `data` of a drafter with the same initial weights and number of steps; DistillSpec's serves as
@@ -210,27 +354,37 @@ class Bench:
             self.references[key] = held.to(self.device)
         return self.references[key]
 
-    def train(self, case: Case, steps: int) -> tuple[Decoder, int]:
-        """The drafter and its steps, which are fewer after an interrupt."""
+    def train(self, planned: Planned) -> tuple[Decoder, int, bool]:
+        """The drafter, its steps, and whether it was asked to stop. It goes on where an earlier call was cut off."""
+        case, steps, began = planned.case, planned.steps, time.perf_counter()
         drafter, data = self.fresh_drafter(), self.rows_of(case)
-        objective = make_objective(
-            self.cache,
-            loss=case.loss,
-            vocab_ids=self.vocab_ids,
-            reference=self.reference(steps, data) if case.reference else None,
-            fraction=FRACTION,
-            on_policy=SHARE if case.on_policy else 0.0,
-            target=self.target,
-            num_new=self.size.num_new,
-        )
-        self.log.history.clear()
+        checkpoints = self.folder / "training" / planned.name(self.seed) if self.kept else None
         try:
-            distil(drafter, data, objective, self.schedule(steps), self.mesh, self.log)
+            self.log.begin(f"the reference of {planned}", steps)
+            reference = self.reference(steps, data) if case.reference else None
+            objective = make_objective(
+                self.cache,
+                loss=case.loss,
+                vocab_ids=self.vocab_ids,
+                reference=reference,
+                fraction=FRACTION,
+                on_policy=SHARE if case.on_policy else 0.0,
+                target=self.target,
+                num_new=self.size.num_new,
+            )
+            self.log.begin(str(planned), steps)
+            distil(drafter, data, objective, self.schedule(steps), self.mesh, self.log, checkpoints=checkpoints)
         except Interrupted:
-            return drafter, int(self.log.history[-1]["step"]) if self.log.history else 0
+            if not case.reference and self.log.pace is not None:
+                self.seconds.note(case.name, self.log.pace)
+            return drafter, self.log.last_step if self.log.what == str(planned) else 0, True
+        if self.log.history and self.log.history[0]["step"] <= LOG_EVERY:  # not the rest of a training
+            self.seconds.note(case.name, (time.perf_counter() - began) / steps)
+        if checkpoints is not None:
+            shutil.rmtree(checkpoints, ignore_errors=True)
         if case == CASES[0]:
             self.plain[steps] = copy.deepcopy(drafter)
-        return drafter, steps
+        return drafter, steps, False
 
     # -- measuring ------------------------------------------------------------------------------------------
     def drafter(self, row: Row) -> Drafter:
@@ -246,12 +400,14 @@ class Bench:
         return self.served if row.lookup is None else DrafterStack([row.lookup, self.served])
 
     def keep(self, case: str, budget: str, model: Decoder | None, **config: Any) -> Row:
-        """Write a drafter with the full vocabulary, and its measurements; None: n-gram lookup."""
-        size = self.size
+        """Write a drafter with the full vocabulary, and its measurements; None: n-gram lookup. One that was cut off is
+        only measured."""
+        size, whole = self.size, not budget.endswith(CUT)
         name = f"{case}-{budget}-{self.seed}".replace(" ", "-").replace(",", "")
         if model is not None:
             model = inference(model, self.target.compute_dtype)
-            save_drafter(self.folder / "drafters" / name, model, None, self.vocab_ids)
+            if whole:
+                save_drafter(self.folder / "drafters" / name, model, None, self.vocab_ids)
             if self.vocab_ids is not None:
                 trim_head(model, self.vocab_ids)
         config = {
@@ -267,7 +423,8 @@ class Bench:
         note = f"acceptance: {len(self.prompts)} prompts of {size.prompt_tokens} tokens, {size.new_tokens} new"
         told = {"case": case, "config": config, "note": note, "drafter": name if model else "ngram"}
         lookup = NgramDrafter() if model is None else None
-        row = Row(self.folder / "rows" / f"{name}.json", model, {**told, "quality": {}}, lookup)
+        path = self.folder / "rows" / f"{name}.json" if whole else None
+        row = Row(path, model, {**told, "quality": {}}, lookup)
         row.write()
         return row
 
@@ -335,6 +492,7 @@ class Bench:
         )
         told["quality"] = found
         row.write()
+        self.seconds.note("measurement", time.perf_counter() - began)
         shown = [
             f"at {t:g}: {found[f'{k}acceptance']:.3f} {found[f'{k}accepted_length']:.2f}" for k, t in reversed(KINDS)
         ]
@@ -356,6 +514,9 @@ def main() -> None:
     parser.add_argument("--sampled-batches", nargs="*", type=int, default=[1, 4, 16, 64], help="with the former")
     names = [c.name for c in CASES]
     parser.add_argument("--cases", nargs="*", default=names, choices=names)
+    parser.add_argument(
+        "--rows", nargs="+", type=asked_row, metavar="CASE:BUDGET", help="these trainings alone, in this order"
+    )
     parser.add_argument("--budgets", nargs="*", default=list(BUDGETS[:3]), choices=BUDGETS[:3])
     parser.add_argument("--seconds", type=float, help="of the target's training")
     parser.add_argument("--begins", type=int, help="layers that a trained target begins with")
@@ -367,15 +528,31 @@ def main() -> None:
     parser.add_argument("--corpus", type=Path, help="a tokenised corpus for the target, brought from elsewhere")
     parser.add_argument("--steps", type=int, help="of a drafter's training")
     parser.add_argument("--longer", default="DistillSpec", choices=names, help="trained for longer, as one more row")
-    parser.add_argument("--longer-steps", type=int, default=0, help="for how many steps; 0: not at all")
+    parser.add_argument("--longer-steps", type=int, default=0, help="its steps; 0: no such row, unless --rows has it")
     parser.add_argument("--longer-at", type=int, default=3, help="after so many of the others")
     parser.add_argument("--layers", type=int, help="of the drafter")
     parser.add_argument("--seed", type=int, default=1, help="of the order of the text; the table shows means")
-    parser.add_argument("--keep", type=Path, help="folder of target, scores and drafters, for further calls")
+    parser.add_argument(
+        "--keep",
+        "--target-folder",
+        type=Path,
+        help="folder of target, text, scores and drafters: what is missing is made, the rest is read",
+    )
     parser.add_argument("--prepare", action="store_true", help="target, text and scores only")
     parser.add_argument("--wait", type=float, default=0.0, help="seconds until another call has prepared")
-    parser.add_argument("--deadline", type=float, default=1e9, help="start nothing more after so many seconds")
+    parser.add_argument(
+        "--deadline",
+        type=float,
+        default=math.inf,
+        help="seconds of the call: nothing is started after them, and a training stops in time to be measured",
+    )
     args = parser.parse_args()
+    limits = Limits(args.deadline)
+    with limits.handled():
+        measure_all(args, limits)
+
+
+def measure_all(args: argparse.Namespace, limits: Limits) -> None:
     began = time.perf_counter()
     size = SIZES[args.size]
     size = replace(
@@ -403,8 +580,8 @@ def main() -> None:
         if args.prepare:
             bench.compile()
             return
-        run(bench, args, began)
-        if not args.no_speed:
+        run(bench, args, limits)
+        if not args.no_speed and not limits.over:
             from benchmarks import drafter_speed
 
             target = bench.target
@@ -425,48 +602,93 @@ def main() -> None:
 
 
 def prepare_all(args: argparse.Namespace, size: Size, folder: Path) -> Bench:
-    """Target, prompts, text and scores; ready.json is written last."""
+    """Target, prompts, text and scores; ready.json is written last. The target and its text are read where an earlier
+    call left them."""
     device = pick_device("auto")
     dtype = pick_dtype("auto", device)
     if args.english:
         args.data = english_and_python(args.english, folder / "mixed", size.max_mb)
-    if args.model:
-        loaded = load_model(args.model, device=device, dtype=dtype)
-        target, name = loaded.model, args.name or Path(args.model).stem
-        corpus = tokenize_corpus(args.data, tokenizer=need_tokenizer(loaded), max_bytes=int(size.max_mb * 1e6))
-    else:
-        target, corpus, name = train_target(size, device, dtype, args.target_steps, args.corpus, args.data)
+    target, corpus, name = open_target(args, size, folder, device, dtype)
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
     texts = piece_prompts(corpus.val, corpus.tokenizer, size.num_prompts, size.prompt_tokens)
     prompts = [corpus.tokenizer.encode(t) for t in texts]
+
+    def save() -> None:
+        save_model(folder / "target", target, corpus.tokenizer)
+        write_atomically(folder / "target.json", json.dumps({"name": name, "size": args.size}))
+
     with ThreadPoolExecutor(1) as beside:
-        saved = beside.submit(save_model, folder / "target", target, corpus.tokenizer) if args.keep else None
-        text = write_own_text(target, corpus, size, folder) if size.own_text else corpus
-        bench = Bench(target, text, prompts, size, name, folder, args.seed, args.longer_steps, most_rows(args))
+        saved = beside.submit(save) if args.keep and not (folder / "target.json").is_file() else None
+        text: Corpus = corpus
+        if size.own_text and (folder / "text" / "own.jsonl").is_file():
+            text = open_own_text(corpus.tokenizer, folder)
+        elif size.own_text:
+            print(f"next: the target's own text, at most {size.text_seconds:.0f} s", flush=True)
+            text = write_own_text(target, corpus, size, folder)
+        bench = make_bench(args, size, folder, target, text, prompts, name)
         if saved is not None:
             saved.result()
-    told = {"name": name, "prompts": prompts, "new_tokens": size.new_tokens, "data": args.data}
+    told = {"name": name, "prompts": prompts, "new_tokens": size.new_tokens, "data": args.data, "size": args.size}
     write_atomically(folder / "ready.json", json.dumps(told))
     return bench
+
+
+def open_target(
+    args: argparse.Namespace, size: Size, folder: Path, device: torch.device, dtype: torch.dtype
+) -> tuple[Decoder, Corpus, str]:
+    """The target, its corpus and its name: kept by an earlier call, given, or trained now."""
+    kept = folder / "target.json"
+    if not args.model and not kept.is_file():
+        steps = f"{args.target_steps} steps" if args.target_steps else f"{size.seconds:.0f} s"
+        print(f"next: the target's training, {steps} beside its corpus and compilation", flush=True)
+        return train_target(size, device, dtype, args.target_steps, args.corpus, args.data)
+    with clock("target read"):
+        loaded = load_model(folder / "target" if kept.is_file() else args.model, device=device, dtype=dtype)
+    target = inference(loaded.model, loaded.model.compute_dtype)
+    name = read_kept(kept, args)["name"] if kept.is_file() else args.name or Path(args.model).stem
+    if args.corpus:
+        return target, open_prepared(args.corpus), name
+    max_bytes = int(size.max_mb * 1e6)
+    return target, tokenize_corpus(args.data, tokenizer=need_tokenizer(loaded), max_bytes=max_bytes), name
+
+
+def read_kept(path: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """target.json or ready.json of an earlier call, of the same size."""
+    told = json.loads(path.read_text())
+    if told.get("size", args.size) != args.size:
+        raise UserError(
+            f"{path.parent} holds what --size {told['size']} made, and --size {args.size} was asked for: give the same "
+            "size, or another --target-folder"
+        )
+    return told
+
+
+def make_bench(
+    args: argparse.Namespace,
+    size: Size,
+    folder: Path,
+    target: Decoder,
+    text: Corpus | TokenShards,
+    prompts: list[list[int]],
+    name: str,
+) -> Bench:
+    plan = plan_of(args, target.spec, size)
+    return Bench(target, text, prompts, size, name, folder, args.seed, plan, kept=args.keep is not None)
 
 
 def open_given_stories(args: argparse.Namespace, size: Size, folder: Path) -> Bench:
     target, text, val = open_stories(args.assets, size.max_mb)
     starts = range(0, len(val) - size.prompt_tokens, max(1, len(val) // size.num_prompts))
     prompts = [val.tokens[s : s + size.prompt_tokens].tolist() for s in starts][: size.num_prompts]
-    return Bench(target, text, prompts, size, "stories260K", folder, args.seed, args.longer_steps, most_rows(args))
-
-
-def most_rows(args: argparse.Namespace) -> float:
-    return max((c.more_rows for c in CASES if c.name in args.cases), default=1.0)
+    return make_bench(args, size, folder, target, text, prompts, "stories260K")
 
 
 def open_trained(args: argparse.Namespace, size: Size, folder: Path) -> Bench:
-    """The state that another call prepared, with the same --size, --steps and --seed."""
+    """The state that another call prepared, with the same --size and --seed."""
     device = pick_device("auto")
-    told = json.loads((folder / "ready.json").read_text())
+    told = read_kept(folder / "ready.json", args)
     with clock("target read"):
         loaded = load_model(folder / "target", device=device, dtype=pick_dtype("auto", device))
     target, tokenizer = inference(loaded.model, loaded.model.compute_dtype), need_tokenizer(loaded)
@@ -474,50 +696,72 @@ def open_trained(args: argparse.Namespace, size: Size, folder: Path) -> Bench:
         text = open_own_text(tokenizer, folder)
     else:
         text = tokenize_corpus(told["data"], tokenizer=tokenizer, max_bytes=int(size.max_mb * 1e6))
-    return Bench(
-        target, text, told["prompts"], size, told["name"], folder, args.seed, args.longer_steps, most_rows(args)
-    )
+    return make_bench(args, size, folder, target, text, told["prompts"], told["name"])
 
 
-def run(bench: Bench, args: argparse.Namespace, began: float) -> None:
-    """Cases in the order of --cases, the most important first in case time runs out: each is kept and measured when it
-    is trained."""
-    plan = [(c, "equal steps", bench.size.draft_steps) for c in CASES]
-    plan += [(c, "equal compute", bench.equal_steps(c)) for c in CASES if c.reference or c.on_policy]
-    plan = [p for p in plan if p[0].name in args.cases and p[1] in args.budgets]
-    plan.sort(key=lambda p: args.cases.index(p[0].name))
-    if args.longer_steps:
-        case = next(c for c in CASES if c.name == args.longer)
-        plan.insert(args.longer_at, (case, LONGER, args.longer_steps))
+def run(bench: Bench, args: argparse.Namespace, limits: Limits) -> None:
+    """The planned trainings, the most important first in case time runs out: each is kept and measured when it is
+    done."""
+    untrained = "no training" in args.budgets and not args.rows
 
-    def late() -> bool:
-        return time.perf_counter() - began > args.deadline
+    def measure(make: Callable[[], Row]) -> None:
+        if not limits.over:
+            with limits.patiently():
+                bench.measure(make())
 
-    if "no training" in args.budgets:
-        bench.measure(bench.keep("n-gram lookup", "no training", None))
+    if untrained:
+        measure(lambda: bench.keep("n-gram lookup", "no training", None))
     rows = []
-    for case, budget, steps in plan:
-        if late():
-            print(f"no time for {case.name}, {budget}", flush=True)
+    for planned in bench.plan:
+        if limits.over:
+            print(f"no time for {planned}", flush=True)
             continue
-        started = time.perf_counter()
-        model, done = bench.train(case, steps)
-        if done < steps:
-            budget, steps = f"{budget}, cut", done
-        flops = steps * bench.step_flops(case)
-        rows.append(bench.keep(case.name, budget, model, steps=steps, teraflops=significant(flops / 1e12, 3)))
-        seconds = time.perf_counter() - started
-        print(f"{case.name}, {budget}: {steps} steps, {flops / 1e12:.3g} TFLOP, {seconds:.1f} s", flush=True)
-        if budget.endswith("cut"):
-            return
-        if args.sampled_seconds is None:
-            bench.measure(rows[-1])
-    if rows and args.sampled_seconds is None and not late():
+        trained = train_planned(bench, planned, limits)
+        if trained is None:
+            continue
+        with limits.patiently():
+            rows.append(keep_planned(bench, planned, *trained))
+            if args.sampled_seconds is None:
+                bench.measure(rows[-1])
+    if rows and args.sampled_seconds is None and not args.rows:
         longest = max(rows, key=lambda row: row.told["config"]["steps"])
-        bench.measure(bench.keep_stacked(longest))
-        bench.measure(bench.stacked_on_long_matches(longest))
-    if "no training" in args.budgets:
-        bench.measure(bench.keep("first layers, untrained", "no training", bench.fresh_drafter()))
+        measure(lambda: bench.keep_stacked(longest))
+        measure(lambda: bench.stacked_on_long_matches(longest))
+    if untrained:
+        measure(lambda: bench.keep("first layers, untrained", "no training", bench.fresh_drafter()))
+
+
+def train_planned(bench: Bench, planned: Planned, limits: Limits) -> tuple[Decoder, int] | None:
+    """The drafter and its steps; None: too few of them to be measured."""
+    spec, size, steps = bench.target.spec, bench.size, planned.steps
+    measuring = bench.seconds.known.get("measurement", 0.0)
+    needed = bench.seconds.of_training(planned, lambda case: step_flops(spec, size, case))
+    told = "no estimate yet" if needed is None else f"about {needed:.0f} s, {measuring:.0f} s to measure"
+    left = "" if math.isinf(limits.left) else f"; {limits.left:.0f} s left"
+    print(f"next: {planned}, {steps} steps, {told}{left}", flush=True)
+    began = time.perf_counter()
+    with limits.training(spare=measuring):
+        model, done, stopped = bench.train(planned)
+    seconds = time.perf_counter() - began
+    if stopped:
+        limits.ask()
+    if done < steps:
+        again = "the same call goes on from there" if bench.kept else "nothing was kept: give --target-folder"
+        print(f"{planned}: cut off at step {done} of {steps} after {seconds:.1f} s; {again}", flush=True)
+        if done < ENOUGH * steps:
+            print(f"{planned}: not measured, {ENOUGH:.0%} of the steps are the least", flush=True)
+            return None
+    flops = done * step_flops(spec, size, planned.case)
+    print(f"{planned}: {done} steps, {flops / 1e12:.3g} TFLOP, {seconds:.1f} s", flush=True)
+    return model, done
+
+
+def keep_planned(bench: Bench, planned: Planned, model: Decoder, done: int) -> Row:
+    teraflops = significant(done * step_flops(bench.target.spec, bench.size, planned.case) / 1e12, 3)
+    if done == planned.steps:
+        return bench.keep(planned.case.name, planned.budget, model, steps=done, teraflops=teraflops)
+    config = {"steps": done, "planned_steps": planned.steps, "teraflops": teraflops}
+    return bench.keep(planned.case.name, planned.budget + CUT, model, **config)
 
 
 if __name__ == "__main__":

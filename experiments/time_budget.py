@@ -1,16 +1,24 @@
-"""Training that ends after given seconds, on a GPU that is shared.
+"""Work that ends in time, on a GPU that is shared.
 
-Learning rates follow the clock where it is ahead of the steps, so that a run that is cut short also ends with small
-rates. The result line states how many tokens the run saw.
+`TimeBudget`  a training that ends after given seconds. Learning rates follow the clock where it is ahead of the steps,
+              so that a run that is cut short also ends with small rates. The result line states how many tokens it saw.
+`Limits`      a call that ends by a signal or a deadline without losing what is nearly done.
 """
 
 from __future__ import annotations
 
 import math
+import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 
+from shoestring.errors import Interrupted
 from shoestring.train.step import Hook, Run
+
+SIGNALS = signal.SIGINT, signal.SIGTERM
 
 
 class OutOfTime(Exception):
@@ -47,3 +55,78 @@ class TimeBudget(Hook):
     def after_step(self, run: Run) -> None:
         if math.isclose(self.spent(), 1.0) and run.step < self.steps:
             raise OutOfTime
+
+
+class Limits:
+    """When a call has to end. The first signal sets `asked`, after which the caller starts nothing more; the second has
+    its usual effect. What is done `patiently` is completed. Anything else ends with Interrupted: a training after its
+    step, because the trainer handles signals itself."""
+
+    def __init__(self, seconds: float = math.inf, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.clock, self.asked, self._patient = clock, False, False
+        self.ends = clock() + seconds
+        self._before = {s: signal.getsignal(s) for s in SIGNALS}
+
+    @property
+    def left(self) -> float:
+        return self.ends - self.clock()
+
+    @property
+    def over(self) -> bool:
+        return self.asked or self.left <= 0
+
+    def ask(self) -> None:
+        """Stop, as a signal that a training has handled asked for."""
+        if not self.over:  # else a signal would be the first
+            self._restore()
+        self.asked = True
+
+    @contextmanager
+    def handled(self) -> Iterator[None]:
+        """Handles signals inside."""
+
+        def stop(number: int, frame: FrameType | None) -> None:
+            self.asked = True
+            self._restore()
+            if not self._patient:
+                raise Interrupted("asked to stop; what is complete was recorded")
+
+        self._before = {s: signal.getsignal(s) for s in SIGNALS}
+        for number in SIGNALS:
+            signal.signal(number, stop)
+        try:
+            yield
+        finally:
+            self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    @contextmanager
+    def patiently(self) -> Iterator[None]:
+        before, self._patient = self._patient, True
+        try:
+            yield
+        finally:
+            self._patient = before
+
+    @contextmanager
+    def training(self, spare: float) -> Iterator[None]:
+        """Stops a training inside, so many seconds before the end."""
+        if math.isinf(self.left):
+            yield
+            return
+        caller = threading.get_ident()
+
+        def stop() -> None:
+            self.ends = min(self.ends, self.clock())  # the rest is for what was trained
+            signal.pthread_kill(caller, signal.SIGINT)
+
+        timer = threading.Timer(max(0.0, self.left - spare), stop)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
 import re
+import shutil
+import signal
 import sys
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,9 +21,12 @@ import torch
 
 from benchmarks import drafter_peers, drafter_speed, drafter_tables, drafter_watch, results
 from experiments import drafter, drafter_target
+from shoestring.errors import UserError
 from shoestring.model import Decoder, ModelSpec
 from shoestring.model.parallel import init_weights
 from shoestring.serve import Engine, Output
+from shoestring.shrink.drafter_model import first_layers
+from tiny import tiny_llama
 
 SHAPE = {"d_model": 32, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "d_ff": 64}
 TINY = drafter_target.Size(
@@ -27,12 +34,12 @@ TINY = drafter_target.Size(
 )  # fmt: skip
 
 
-@pytest.mark.lab
-def test_prepared_trained_and_timed_by_three_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def tiny_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--size smoke in seconds, with results of its own."""
     monkeypatch.setenv("SHOESTRING_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(results, "RESULTS", tmp_path / "results")
     monkeypatch.setitem(drafter_target.SIZES, "smoke", TINY)
-    monkeypatch.setitem(drafter_speed.QUEUES, 1, 1)
     corpus = tmp_path / "corpus.jsonl"
     texts = [{"text": f"the {i}. fox and the {i % 7} dogs\n" * 9} for i in range(300)]
     corpus.write_text("".join(json.dumps(text) + "\n" for text in texts))
@@ -42,6 +49,12 @@ def test_prepared_trained_and_timed_by_three_calls(tmp_path: Path, monkeypatch: 
         "tokenize_corpus",
         lambda source, *args, **kw: tokenize(str(corpus) if source == "python" else source, *args, **kw),
     )
+
+
+@pytest.mark.lab
+@pytest.mark.usefixtures("tiny_text")
+def test_prepared_trained_and_timed_by_three_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(drafter_speed.QUEUES, 1, 1)
 
     def call(main: object, *args: str) -> None:
         monkeypatch.setattr(sys, "argv", ["x", "--keep", str(tmp_path / "kept"), *args])
@@ -121,6 +134,109 @@ def test_prepared_trained_and_timed_by_three_calls(tmp_path: Path, monkeypatch: 
     added = results.newest("drafter")[before:]
     assert {(n["config"]["batch"], n["config"]["text"]) for n in added} == {(1, "drawn at 0.7")}
     assert [n["config"].get("rule") for n in added] == [None] * 3 + ["block"] * 3
+
+
+@pytest.mark.usefixtures("tiny_text")
+def test_a_training_that_was_cut_off_is_measured_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rows alone, with a target that is trained once; the second call ends with the drafter of a whole training."""
+    rows = ["DistillSpec:equal steps", "DistillSpec, on-policy:equal steps"]
+    asked_at = [0]
+    log = drafter.PaceLog.log
+
+    def signalling(self: drafter.PaceLog, step: int, **scalars: Any) -> None:
+        log(self, step, **scalars)
+        if step == asked_at[0]:
+            signal.raise_signal(signal.SIGTERM)
+
+    def call(folder: str, *more: str, stop: int = 0) -> tuple[list[dict[str, Any]], str]:
+        asked_at[0], before = stop, len(results.recorded("drafter"))
+        given = ["x", "--size", "smoke", "--steps", "30", "--no-speed", "--target-folder", str(tmp_path / folder)]
+        monkeypatch.setattr(sys, "argv", [*given, "--rows", *rows, *more])
+        before_signals = signal.getsignal(signal.SIGTERM)
+        drafter.main()
+        assert signal.getsignal(signal.SIGTERM) is before_signals
+        return results.recorded("drafter")[before:], capsys.readouterr().out
+
+    monkeypatch.setattr(drafter.PaceLog, "log", signalling)
+    lines, told = call("kept", stop=10)  # too early for a row
+    assert not lines and "cut off at step 10 of 30" in told and "not measured" in told
+    assert f"no time for {rows[1].replace(':', ', ')}" in told and "next: the target's training, 0 s" in told
+    monkeypatch.setattr(drafter, "train_target", None)  # it is there
+    lines, told = call("kept", stop=20)
+    (line,) = lines
+    assert line["config"]["budget"] == "equal steps, cut" and "the same call goes on" in told
+    assert (line["config"]["steps"], line["config"]["planned_steps"]) == (20, 30)
+    assert not list((tmp_path / "kept/rows").glob("*")), "not for drafter_speed.py"
+    shutil.copytree(tmp_path / "kept", tmp_path / "other")
+    shutil.rmtree(tmp_path / "other/training")
+    found, told = call("kept")
+    assert [n["config"]["budget"] for n in found] == ["equal steps"] * 2 and "target's training" not in told
+    assert all("planned_steps" not in n["config"] and n["config"]["steps"] == 30 for n in found)
+    assert not list((tmp_path / "kept/training").glob("*"))
+    whole, told = call("other")
+    assert [n["quality"] for n in whole] == [n["quality"] for n in found]
+    assert re.search(r"next: DistillSpec, on-policy, equal steps, 30 steps, no estimate yet\n", told)
+    known = drafter.Seconds(tmp_path / "other/seconds.json").known
+    assert set(known) == {"scores", "measurement", "DistillSpec", "DistillSpec, on-policy"}
+    with pytest.raises(UserError, match="--size smoke made"):
+        call("kept", "--size", "cpu")
+    with pytest.raises(SystemExit):
+        call("kept", "--rows", "DistillSpec:for ever")
+
+
+def test_more_steps_cost_what_the_largest_case_costs() -> None:
+    spec, size = ModelSpec(4096, 512, 8, 8, 4, 64, 1536, 512), drafter_target.SIZES["medium"]
+    args = SimpleNamespace(rows=[("DistillSpec", "more steps"), ("LK", "equal steps")], longer_steps=0)
+    longer, usual = drafter.plan_of(args, spec, size)  # type: ignore[arg-type]
+    assert (longer.steps, usual.steps) == (1733, 400)
+    costs = [p.steps * drafter.step_flops(spec, size, p.case) for p in (longer, usual)]
+    largest = 400 * drafter.step_flops(spec, size, drafter.LARGEST)
+    assert costs[0] == pytest.approx(largest, rel=1e-3) and costs[1] < largest / 4
+
+
+@pytest.mark.parametrize("trimmed", [False, True])
+def test_a_drafter_written_into_a_running_engine_is_measured_as_one_of_its_own(
+    trimmed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the programs that a GPU captures."""
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    monkeypatch.setattr(drafter, "DraftModel", partial(drafter.DraftModel, graphs=True))
+    target, others = tiny_llama(), [first_layers(tiny_llama(seed=seed), 1) for seed in (1, 2, 0)]
+    bench = object.__new__(drafter.Bench)
+    bench.target, bench.folder, bench.seed, bench.name, bench.layers = target, tmp_path, 1, "tiny", 1
+    bench.size, bench.prompts = replace(TINY, new_tokens=24), [[1, 2, 3, 4], [9, 8, 7, 6]]
+    bench.vocab_ids = [*range(0, 300, 2), 9] if trimmed else None
+    bench.seconds = drafter.Seconds(tmp_path / "seconds.json")
+
+    def measured(model: Decoder) -> dict[str, Any]:
+        row = bench.keep("LK", "equal steps", copy.deepcopy(model), steps=2)
+        bench.measure(row)
+        return row.told["quality"]
+
+    bench.engine, bench.served = None, None
+    shared = [measured(model) for model in others]
+    assert bench.served.runner.num_graphs > 0  # type: ignore[attr-defined]
+    for model, found in zip(others, shared, strict=True):
+        bench.engine, bench.served = None, None
+        assert measured(model) == found
+    assert len({json.dumps(found) for found in shared}) == 3, "they differ"
+
+
+def test_a_training_is_estimated_from_others_of_its_kind(tmp_path: Path) -> None:
+    distil, adaspec, on_policy = (drafter.CASES[i] for i in (0, 3, 4))
+    cost = {distil.name: 2.0, adaspec.name: 5.0, on_policy.name: 3.0}
+    seconds = drafter.Seconds(tmp_path / "seconds.json")
+
+    def about(case: drafter.Case, steps: int) -> float | None:
+        found = drafter.Seconds(tmp_path / "seconds.json")  # as a later call reads it
+        return found.of_training(drafter.Planned(case, "equal steps", steps), lambda c: cost[c.name])
+
+    assert about(distil, 10) is None
+    seconds.note(distil.name, 0.5)
+    assert about(distil, 10) == 5.0 and about(adaspec, 10) == 12.5
+    assert about(on_policy, 10) is None, "its own text takes time, not operations"
 
 
 def test_who_serves() -> None:

@@ -1,11 +1,15 @@
-"""Training by the clock: rates that fall with the time, and an end in time."""
+"""Work by the clock: rates that fall with the time, and an end in time."""
 
 from __future__ import annotations
+
+import signal
+import time
 
 import pytest
 import torch
 
-from experiments.time_budget import OutOfTime, TimeBudget
+from experiments.time_budget import SIGNALS, Limits, OutOfTime, TimeBudget
+from shoestring.errors import Interrupted
 from shoestring.mesh import open_mesh
 from shoestring.runlog import RunLog
 from shoestring.shrink.qat import FallingRates
@@ -52,3 +56,37 @@ def test_the_seconds_begin_with_the_first_step_unless_told() -> None:
     assert seen[-1] == 1.0
     with pytest.raises(OutOfTime):
         late.after_step(run)
+
+
+def test_a_signal_lets_what_is_patient_be_completed_and_ends_the_rest() -> None:
+    before = {s: signal.getsignal(s) for s in SIGNALS}
+    for number in SIGNALS:
+        limits, done = Limits(), []
+        with limits.handled():
+            with limits.patiently():
+                signal.raise_signal(number)
+                done.append("measured")
+            assert limits.over and done == ["measured"]
+            assert signal.getsignal(number) is before[number], "the second has its usual effect"
+        limits = Limits()
+        with pytest.raises(Interrupted), limits.handled():
+            signal.raise_signal(number)
+        assert limits.over and {s: signal.getsignal(s) for s in SIGNALS} == before
+
+
+def test_a_training_is_stopped_in_time_for_what_follows() -> None:
+    limits, began = Limits(60.0), time.monotonic()
+    with limits.handled():
+        with pytest.raises(Interrupted), limits.training(spare=59.9):
+            time.sleep(30)
+        assert time.monotonic() - began < 20 and limits.over
+    limits = Limits(60.0)
+    with limits.handled():
+        with limits.training(spare=59.5):
+            pass
+        time.sleep(0.7)  # it ended before: nothing comes later
+        assert not limits.over and 50 < limits.left < 60
+        limits.ask()  # the trainer had the signal
+        assert limits.over
+    with Limits().training(spare=5.0):
+        pass

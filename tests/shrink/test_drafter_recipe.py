@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -256,3 +257,26 @@ def test_a_trimmed_writer_says_only_its_tokens(here: Path) -> None:
     after, anew = (w(model, prompts, 9, 0) for w in (write, stages.engine_writer(said, model.spec.vocab_size)))
     assert not after.equal(text) and after.equal(anew)
     assert isinstance(DraftModel(model), DraftModel)
+
+
+@pytest.mark.parametrize("said", [None, [3, 5, 8, 20, 40, 41]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_writer_follows_the_training_in_the_programs_of_a_gpu(
+    here: Path, dtype: torch.dtype, said: list[int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights in fp32 that an optimizer writes; what the engine computes with are copies, in bf16 another dtype."""
+    monkeypatch.setattr(stages, "Engine", partial(Engine, graphs=True))
+    model = load_model(here / "target").model
+    model.compute_dtype = dtype
+    model.requires_grad_(True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    write = stages.engine_writer(said, model.spec.vocab_size)
+    prompts, gen = torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.Generator().manual_seed(0)
+    texts = []
+    for step in range(3):
+        texts.append(write(model, prompts, 9, step))
+        assert texts[-1].equal(stages.engine_writer(said, model.spec.vocab_size)(model, prompts, 9, step))
+        for parameter in model.parameters():  # all of them: embedding, norms and head, too
+            parameter.grad = 0.1 * torch.randn(parameter.shape, generator=gen)
+        optimizer.step()
+    assert not write(model, prompts, 9, 0).equal(texts[0]), "the weights make a difference"

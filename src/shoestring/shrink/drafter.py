@@ -83,6 +83,7 @@ class Schedule:
     eval_every: int = 0
     seed: int = 0  # of the generators that checkpoints keep
     resume_from: ResumeFrom = "newest"
+    save_last: bool = True  # the last step too, where there are checkpoints
 
 
 def score_text(
@@ -153,7 +154,8 @@ def distil(
     saver = None
     if checkpoints is not None:
         how: dict[str, Any] = {"seed": schedule.seed, "resume_from": schedule.resume_from}
-        saver = Checkpointer(checkpoints, every=schedule.save_every, last=schedule.steps, **how)
+        last = schedule.steps if schedule.save_last else None
+        saver = Checkpointer(checkpoints, every=schedule.save_every, last=last, **how)
     train(
         run,
         data,

@@ -40,6 +40,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from shoestring.errors import UserError, suggest
 from shoestring.model.transformer import Head
@@ -305,6 +306,7 @@ class OnPolicy(Objective):
             raise UserError(f"share={share} must be in (0, 1] and num_new={num_new} at least 1")
         self.generate, self.own, self.other = generate, own, other
         self.share, self.num_new, self.seed = share, num_new, seed
+        self._keys = WeakTensorKeyDictionary()  # by index_BT: reading numbers waits for the device
 
     def count(self, micro: Micro) -> int:
         return self.written(micro) * micro.tokens_BT.shape[0] or self.other.count(micro)
@@ -327,5 +329,9 @@ class OnPolicy(Objective):
         return self.own(model, Micro(text_BT[:, :-1], targets_BT, index_BT, rows * num_new))
 
     def _key(self, micro: Micro) -> int:
-        said = f"{self.seed} {int(micro.index_BT[0, 0])} {int(micro.index_BT[-1, 0])}".encode()
-        return int.from_bytes(hashlib.blake2b(said, digest_size=8).digest(), "little")
+        if micro.index_BT not in self._keys:
+            first, last = torch.stack([micro.index_BT[0, 0], micro.index_BT[-1, 0]]).tolist()
+            said = f"{self.seed} {first} {last}".encode()
+            digest = hashlib.blake2b(said, digest_size=8).digest()
+            self._keys[micro.index_BT] = int.from_bytes(digest, "little")
+        return self._keys[micro.index_BT]

@@ -110,7 +110,7 @@ class DrafterSettings:
 
     def training_schedule(self, steps: int) -> Schedule:
         warmup = min(self.warmup, max(1, steps // 10))
-        often = {"save_every": self.save_every, "eval_every": self.eval_every}
+        often: dict[str, Any] = {"save_every": self.save_every, "eval_every": self.eval_every}
         return Schedule(steps, self.lr, warmup, **often, seed=self.seed, resume_from=self.resume_from)
 
 
