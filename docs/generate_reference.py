@@ -99,12 +99,20 @@ def recipes_page() -> str:
     ]
     for name in recipes:
         recipe = load_recipe(name)
-        rows = [
-            [f"`{row.key}`", _cell(row.type), _code(row.default), _cell(row.help)] for row in describe(recipe.Config)
-        ]
         doc = inspect.getdoc(recipe) or ""
-        lines += [f"## {name}\n", f"```text\n{doc}\n```\n", _table(["key", "type", "default", "what it does"], rows)]
+        lines += [
+            f"## {name}\n",
+            f"```text\n{doc}\n```\n",
+            _settings(o for o in describe(recipe.Config) if not o.advanced),
+        ]
+        if advanced := [o for o in describe(recipe.Config) if o.advanced]:
+            lines += ["Advanced:\n", _settings(advanced)]
     return "\n".join(lines)
+
+
+def _settings(options: Iterable[Any]) -> str:
+    rows = [[f"`{o.key}`", _cell(o.type), _code(o.default), _cell(o.help)] for o in options]
+    return _table(["key", "type", "default", "what it does"], rows)
 
 
 # -- HTTP --------------------------------------------------------------------------------------------

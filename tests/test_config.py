@@ -109,13 +109,41 @@ def test_json_round_trip() -> None:
 def test_describe_lists_every_key_with_default_and_help() -> None:
     rows = {row.key: row for row in describe(Config)}
     assert rows["model"].default == "(required)"
-    assert rows["steps"] == ("steps", "int", "100", "optimizer steps")
+    assert rows["steps"] == ("steps", "int", "100", "optimizer steps", False)
     assert rows["compile"].default == "false"
     assert rows["text"].default == "none"
     assert rows["widths"].default == "1,2"
     assert rows["size"].type == "tiny | small"
     assert rows["mesh.dp"].help == "ranks"
     assert rows["mesh.dp"].default == "3"  # the default of Config, not the one of Inner
+
+
+@dataclass(frozen=True)
+class Group:
+    inner: int = option(1, "of a group")
+
+
+@dataclass(frozen=True)
+class Base:
+    model: str = option(help="which")
+    rarely: int = option(1, "hardly ever", advanced=True)
+    group: Group = option(Group(), "a group")
+    steps: int = option(10, "how long")
+
+
+@dataclass(frozen=True)
+class Mine(Base):
+    sometimes: int = option(2, "now and then", advanced=True)
+    lr: float = option(0.1, "how fast")
+    steps: int = option(20, "how long")  # declared again: its place stays the base's
+
+
+def test_what_users_change_first_is_listed_first() -> None:
+    rows = describe(Mine)
+    assert [row.key for row in rows if not row.advanced] == ["model", "steps", "lr"]
+    assert [row.key for row in rows if row.advanced] == ["rarely", "sometimes", "group.inner"]
+    assert [row.advanced for row in rows] == [False] * 3 + [True] * 3
+    assert apply_overrides(Mine, ["model=m", "rarely=4", "group.inner=5"]) == Mine("m", 4, Group(5))
 
 
 def test_a_saved_config_is_typed_and_ranged_like_a_command() -> None:

@@ -27,12 +27,14 @@ from shoestring.json_files import read_text
 
 T = TypeVar("T")
 MOST_SETTINGS = 1 << 16  # bytes of a file with settings
+REQUIRED = "(required)"  # in the place of a default
 _MISSING: Any = dataclasses.MISSING
 
 
-def option(default: Any = _MISSING, help: str = "", *, least: float | None = None) -> Any:
-    """A dataclass field with a help text; without a default the key must be given. `least`: of a number."""
-    about = {"help": help, "least": least}
+def option(default: Any = _MISSING, help: str = "", *, least: float | None = None, advanced: bool = False) -> Any:
+    """A dataclass field with a help text; without a default the key must be given. `least`: of a number. `advanced`:
+    most users leave it as it is, so it is listed behind the others."""
+    about = {"help": help, "least": least, "advanced": advanced}
     if dataclasses.is_dataclass(default) and not isinstance(default, type):
         return dataclasses.field(default_factory=lambda: default, metadata=about)
     return dataclasses.field(default=default, metadata=about)
@@ -45,6 +47,7 @@ class Option(NamedTuple):
     type: str
     default: str
     help: str
+    advanced: bool = False
 
 
 def apply_overrides(cls: type[T], overrides: list[str], start: T | None = None) -> T:
@@ -164,16 +167,19 @@ def from_json(cls: type[T], values: dict[str, Any]) -> T:
 
 
 def describe(cls: type, start: Any = _MISSING) -> list[Option]:
-    """Every key of a config class, nested ones dotted, in the order they are declared."""
+    """Every key of a config class, nested ones dotted: first those that must be given, then those of every day, then
+    the advanced ones, then the groups; each part in the order of declaration, bases before the class."""
     hints, rows = typing.get_type_hints(cls), []
     for f in dataclasses.fields(_as_dataclass(cls)):
         hint, default = hints[f.name], _default(f) if start is _MISSING else getattr(start, f.name)
         if dataclasses.is_dataclass(hint):
             nested = describe(typing.cast(type, hint), default)
-            rows += [row._replace(key=f"{f.name}.{row.key}", help=row.help or _help(f)) for row in nested]
+            rows += [
+                row._replace(key=f"{f.name}.{row.key}", help=row.help or _help(f), advanced=True) for row in nested
+            ]
         else:
-            rows.append(Option(f.name, type_name(hint), _show(default), _help(f)))
-    return rows
+            rows.append(Option(f.name, type_name(hint), _show(default), _help(f), bool(f.metadata.get("advanced"))))
+    return sorted(rows, key=lambda row: (row.default != REQUIRED, row.advanced, "." in row.key))
 
 
 def type_name(hint: Any) -> str:
@@ -343,7 +349,7 @@ def _help(f: dataclasses.Field[Any]) -> str:
 
 def _show(value: Any) -> str:
     if value is _MISSING:
-        return "(required)"
+        return REQUIRED
     if value is None:
         return "none"
     if isinstance(value, bool):

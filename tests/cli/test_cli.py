@@ -7,6 +7,7 @@ import io
 import json
 import os
 import pickle
+import re
 import shutil
 import signal
 import struct
@@ -24,12 +25,14 @@ from tokenizers.processors import TemplateProcessing
 
 from shoestring.cli.app import run_cli
 from shoestring.cli.terminal import CompileLine, chat_prompt, open_engine, stream_text
+from shoestring.config import describe
 from shoestring.errors import Interrupted, UserError
 from shoestring.evals import model_row
 from shoestring.evals.perplexity import perplexity
 from shoestring.formats import convert, pack, parse_format
 from shoestring.model import Decoder, ModelSpec, Tokenizer, load_model, save_model
 from shoestring.model.parallel import init_weights
+from shoestring.recipes.find import builtin_recipes, load_recipe
 from shoestring.serve.engine.logit_rules import LogitRules, SamplingWithRules, TokenHistory, VerifyWithRules
 from shoestring.serve.http.request_schema import ApiError, CompletionBody
 from shoestring.serve.speculative.verify import verify
@@ -271,6 +274,31 @@ def test_recipes_lists_all_and_shows_one(cli: Cli) -> None:
     shown = cli("recipes", "train/dense").out
     for needle in ("Run:", "torchrun", "steps", "2,000" if "2,000" in shown else "2000", "mesh.tp", "optimizer steps"):
         assert needle in shown
+
+
+@pytest.mark.parametrize("name", builtin_recipes())
+def test_a_recipe_shows_what_its_example_sets_before_what_is_advanced(cli: Cli, name: str) -> None:
+    shown = cli("recipes", name).out
+    everyday, _, advanced = shown[shown.index("\nSettings") :].partition("\nAdvanced settings")
+    keys = [[line.split()[0] for line in part.splitlines() if line[2:3].isalpha()] for part in (everyday, advanced)]
+    rows = describe(load_recipe(name).Config)
+    for part, expected in zip(keys, (False, True), strict=True):
+        assert [key for key in part if key in {row.key for row in rows}] == [
+            row.key for row in rows if row.advanced is expected
+        ]
+    example = re.search(rf"shoestring run {name}.*", shown)
+    used = re.findall(r"(\w+)=", example[0] if example else "")
+    assert (used or name == "demo") and set(used) <= set(keys[0])
+    assert len(keys[0]) <= 30  # with the header: a screen of them
+
+
+def test_training_shows_steps_before_reducers(cli: Cli) -> None:
+    shown = cli("recipes", "train/dense").out
+    first = shown[shown.index("\nSettings") : shown.index("\nAdvanced settings")]
+    for key in ("data", "size", "steps", "batch", "context", "lr", "save_every", "run", "resume"):
+        assert f"\n  {key} " in first
+    for key in ("reducer", "rollback", "levels.peer", "mesh.dp"):
+        assert f"\n  {key} " not in first and f"\n  {key} " in shown
 
 
 def test_generate_streams_the_engines_text(cli: Cli, model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

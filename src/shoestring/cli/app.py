@@ -150,7 +150,11 @@ def recipes(name: Annotated[str | None, typer.Argument(help="Show one recipe and
         return
     recipe = load_recipe(name)
     print((recipe.__doc__ or "").strip() + "\n")
-    Table("Settings", ["key", "type", "default", "what it does"], describe(recipe.Config)).print()
+    options = describe(recipe.Config)
+    for title, advanced in (("Settings", False), ("Advanced settings", True)):
+        part = [[o.key, o.type, o.default, o.help] for o in options if o.advanced is advanced]
+        if part:
+            Table(title, ["key", "type", "default", "what it does"], part).print()
 
 
 @app.command()

@@ -64,41 +64,45 @@ class DrafterSettings:
         "self", "train on what the model writes after the prompts, or on the corpus as it is"
     )
     num_prompts: int = option(1000, "prompts to complete", least=1)
-    prompt_tokens: int = option(32, "tokens of a prompt that is cut from a corpus", least=1)
+    prompt_tokens: int = option(32, "tokens of a prompt that is cut from a corpus", least=1, advanced=True)
     new_tokens: int = option(224, "tokens the model writes after each prompt", least=1)
-    temperature: float = option(1.0, "sampling temperature of that text", least=0)
+    temperature: float = option(1.0, "sampling temperature of that text", least=0, advanced=True)
     layers: int = option(2, "blocks of the drafter", least=1)
     d_model: int | None = option(
         None, "width of a drafter with fresh weights; none takes the model's first layers", least=1
     )
-    vocab: int | None = option(None, "tokens its head knows, the most frequent ones; none: all", least=1)
+    vocab: int | None = option(None, "tokens its head knows, the most frequent ones; none: all", least=1, advanced=True)
     method: Literal["distill", "adaspec"] = option(
         "distill", "all tokens, or those where it is behind a reference drafter trained first (twice the work)"
     )
     loss: Literal["kl", "reverse_kl", "jsd", "tvd", "lk", "lk_hybrid"] = option(
         "kl", "distance to the model's distribution; lk and lk_hybrid optimise the acceptance itself"
     )
-    fraction: float = option(0.4, "adaspec: share of the tokens that counts")
-    on_policy: float = option(0.0, "share of micro-batches whose text the drafter writes itself, 0 to 1")
-    k: int = option(64, "tokens of the model's distribution that are kept", least=1)
+    fraction: float = option(0.4, "adaspec: share of the tokens that counts", advanced=True)
+    on_policy: float = option(0.0, "share of micro-batches whose text the drafter writes itself, 0 to 1", advanced=True)
+    k: int = option(64, "tokens of the model's distribution that are kept", least=1, advanced=True)
     steps: int = option(1000, "optimizer steps", least=1)
-    reference_steps: int | None = option(None, "adaspec: steps of the reference; none: as many as the drafter", least=1)
+    reference_steps: int | None = option(
+        None, "adaspec: steps of the reference; none: as many as the drafter", least=1, advanced=True
+    )
     batch: int = option(16, "rows per step", least=1)
-    micro: int | None = option(None, "rows per forward pass, to save memory; none: all at once", least=1)
+    micro: int | None = option(None, "rows per forward pass, to save memory; none: all at once", least=1, advanced=True)
     context: int = option(256, "tokens per row", least=1)
     lr: float = option(1e-3, "peak learning rate; cosine to a tenth", least=0)
     warmup: int = option(50, "steps of linear warm-up", least=0)
     seed: int = option(0, "random seed of the weights, the order of the rows and the text")
-    held_out: int = option(16, "prompts held out for measuring", least=1)
-    num_drafts: int = option(4, "drafts per step when acceptance is measured", least=1)
-    eval_tokens: int = option(64, "tokens written after each of them", least=1)
+    held_out: int = option(16, "prompts held out for measuring", least=1, advanced=True)
+    num_drafts: int = option(4, "drafts per step when acceptance is measured", least=1, advanced=True)
+    eval_tokens: int = option(64, "tokens written after each of them", least=1, advanced=True)
     dtype: Literal["auto", "fp32", "bf16"] = option("auto", "compute precision; auto: bf16 on a GPU")
     device: str = option("auto", "auto, cpu, cuda or cuda:1 ...")
     save_every: int = option(200, "steps between checkpoints; 0: only at the end and on Ctrl-C", least=0)
     eval_every: int = option(100, "steps between evaluations of the validation split; 0 is off", least=0)
     run: str | None = option(None, "folder for this run; none makes runs/shrink-drafter-DATE")
     resume: str | None = option(None, "a stopped run folder to continue; its settings are used")
-    resume_from: ResumeFrom = option("newest", "previous: from the checkpoint before the newest, which is set aside")
+    resume_from: ResumeFrom = option(
+        "newest", "previous: from the checkpoint before the newest, which is set aside", advanced=True
+    )
 
     @property
     def shape(self) -> DrafterShape:

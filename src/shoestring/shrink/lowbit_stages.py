@@ -83,38 +83,47 @@ class LowbitSettings:
     embed: str = option(EMBED, EMBED_HELP)
     prompts: str | None = option(None, "text or .jsonl of prompts; the model itself writes the training text")
     num_prompts: int = option(3000, "prompts to complete at most", least=1)
-    max_new: int = option(1024, "tokens of a completion at most", least=1)
-    temperature: float = option(0.7, "sampling temperature of the completions", least=0)
-    max_requests: int | None = option(None, "completions at a time; none: 16 on a CPU, 256 on a GPU", least=1)
+    max_new: int = option(1024, "tokens of a completion at most", least=1, advanced=True)
+    temperature: float = option(0.7, "sampling temperature of the completions", least=0, advanced=True)
+    max_requests: int | None = option(
+        None, "completions at a time; none: 16 on a CPU, 256 on a GPU", least=1, advanced=True
+    )
     data: str | None = option(None, "instead of prompts: a corpus to train on")
     max_mb: float | None = option(100.0, "read at most this many megabytes of it; none reads all", least=0.001)
-    k: int = option(64, "tokens to keep of each distribution in the full model's cache", least=1)
-    gamma: float | None = option(None, "weight of the reverse divergence; none: the full model's confidence")
+    k: int = option(64, "tokens to keep of each distribution in the full model's cache", least=1, advanced=True)
+    gamma: float | None = option(
+        None, "weight of the reverse divergence; none: the full model's confidence", advanced=True
+    )
     steps: int = option(200, "optimizer steps end to end", least=1)
     batch: int = option(32, "rows per step over all ranks", least=1)
     context: int = option(1024, "tokens per row", least=1)
     micro: int | None = option(
-        USUAL_MICRO, "rows per forward pass on one rank (8: or fewer, as the batch divides); none: all at once", least=1
+        USUAL_MICRO,
+        "rows per forward pass on one rank (8: or fewer, as the batch divides); none: all at once",
+        least=1,
+        advanced=True,
     )
-    clip: float = option(1.0, "largest gradient norm; 0 is off", least=0)
+    clip: float = option(1.0, "largest gradient norm; 0 is off", least=0, advanced=True)
     seed: int = option(0, "random seed of the text and the order of the data")
     text: str | None = option(None, "a text file: perplexity before and after; not the training text")
-    eval_context: int = option(1024, "tokens the model sees at once in the evaluation", least=2)
-    eval_tokens: int = option(16384, "tokens of the text to evaluate at most", least=2)
-    verify: Literal["auto", "true", "false"] = option("auto", VERIFY_HELP)
-    max_perplexity: float = option(MAX_PERPLEXITY, MAX_HELP, least=1)
+    eval_context: int = option(1024, "tokens the model sees at once in the evaluation", least=2, advanced=True)
+    eval_tokens: int = option(16384, "tokens of the text to evaluate at most", least=2, advanced=True)
+    verify: Literal["auto", "true", "false"] = option("auto", VERIFY_HELP, advanced=True)
+    max_perplexity: float = option(MAX_PERPLEXITY, MAX_HELP, least=1, advanced=True)
     force: bool = option(False, FORCE_HELP)
     dtype: Literal["auto", "fp32", "bf16"] = option("auto", "compute precision, masters are fp32")
     device: str = option("auto", "auto, cpu, cuda or cuda:1 ...")
-    recompute: bool = option(False, "keep one activation per block: less memory, more time")
-    compile: Literal["off", "blocks"] = option("off", "torch.compile each block")
+    recompute: bool = option(False, "keep one activation per block: less memory, more time", advanced=True)
+    compile: Literal["off", "blocks"] = option("off", "torch.compile each block", advanced=True)
     mesh: MeshConfig = option(MeshConfig(), "how processes share the training")
-    log_every: int = option(5, "steps between lines of metrics.jsonl", least=1)
+    log_every: int = option(5, "steps between lines of metrics.jsonl", least=1, advanced=True)
     save_every: int = option(50, "steps between checkpoints; 0 saves only on Ctrl-C", least=0)
     out: str | None = option(None, "folder for the packed model; none puts it into the run folder")
     run: str | None = option(None, "folder for this run; none makes one under runs/")
     resume: str | None = option(None, "a stopped run folder to continue; its settings are used")
-    resume_from: ResumeFrom = option("newest", "previous: from the checkpoint before the newest, which is set aside")
+    resume_from: ResumeFrom = option(
+        "newest", "previous: from the checkpoint before the newest, which is set aside", advanced=True
+    )
 
 
 @dataclass(frozen=True)
@@ -124,39 +133,51 @@ class BestSettings(LowbitSettings):
     bits_budget: float | None = option(
         None, "bits per weight at most, metadata included: each layer gets one of the candidates, by damage"
     )
-    candidates: str = option("int2:g64,int3:g64,int4:g64", "bits_budget: the formats to choose from")
-    damage_windows: int = option(4, "bits_budget: rows of the training text that damage is measured on", least=1)
+    candidates: str = option("int2:g64,int3:g64,int4:g64", "bits_budget: the formats to choose from", advanced=True)
+    damage_windows: int = option(
+        4, "bits_budget: rows of the training text that damage is measured on", least=1, advanced=True
+    )
     windows: int | None = option(
-        None, "rows of the training text for the block-wise stage, 0: none; none: by the bits", least=0
+        None, "rows of the training text for the block-wise stage, 0: none; none: by the bits", least=0, advanced=True
     )
     init: str | None = option(
-        None, "the method whose grids it starts from: rtn clip awq gptq gptq+clip; none: by the bits"
+        None, "the method whose grids it starts from: rtn clip awq gptq gptq+clip; none: by the bits", advanced=True
     )
     grids: Literal["learned", "derived"] | None = option(
-        None, "trained, or following their weights from clipped ones on; none: derived at 3 bits without a budget"
+        None,
+        "trained, or following their weights from clipped ones on; none: derived at 3 bits without a budget",
+        advanced=True,
     )
-    epochs: int = option(4, "passes over those rows", least=1)
-    block_batch: int = option(4, "rows in a step of the block-wise stage", least=1)
-    memory_gb: float = option(8.0, "activations beyond this go to a file", least=0)
+    epochs: int = option(4, "passes over those rows", least=1, advanced=True)
+    block_batch: int = option(4, "rows in a step of the block-wise stage", least=1, advanced=True)
+    memory_gb: float = option(8.0, "activations beyond this go to a file", least=0, advanced=True)
     teacher: Literal["live", "cached"] = option(
         "live", "live: the full model runs beside the student; cached: its top-k is on disk"
     )
     gamma: float | None = option(
-        0.0, "weight of the reverse divergence; none: the full model's confidence, as BitDistiller's"
+        0.0, "weight of the reverse divergence; none: the full model's confidence, as BitDistiller's", advanced=True
     )
     batch: int = option(8, "rows per step over all ranks", least=1)
     steps: int = option(800, "optimizer steps end to end", least=1)
     lr_weight: float = option(
-        5e-3, "learning rate of weights, relative to a layer's root mean square; 0 freezes them", least=0
+        5e-3, "learning rate of weights, relative to a layer's root mean square; 0 freezes them", least=0, advanced=True
     )
-    lr_scale: float = option(3e-4, "learning rate of scales, relative to a layer's mean scale", least=0)
-    lr_zero: float = option(5e-3, "learning rate of zero points, in codes", least=0)
-    lr_norm: float = option(2e-3, "learning rate of norms and biases, relative to their root mean square", least=0)
+    lr_scale: float = option(3e-4, "learning rate of scales, relative to a layer's mean scale", least=0, advanced=True)
+    lr_zero: float = option(5e-3, "learning rate of zero points, in codes", least=0, advanced=True)
+    lr_norm: float = option(
+        2e-3, "learning rate of norms and biases, relative to their root mean square", least=0, advanced=True
+    )
     lr_rest: float = option(
-        5e-3, "learning rate of embeddings and head, relative to their root mean square; 0 freezes them", least=0
+        5e-3,
+        "learning rate of embeddings and head, relative to their root mean square; 0 freezes them",
+        least=0,
+        advanced=True,
     )
     part: float | None = option(
-        None, "multiplies these rates; none: 1 at 2 bits, 0.25 at 3 and 4 bits (grids=derived: twice that)", least=0
+        None,
+        "multiplies these rates; none: 1 at 2 bits, 0.25 at 3 and 4 bits (grids=derived: twice that)",
+        least=0,
+        advanced=True,
     )
 
 

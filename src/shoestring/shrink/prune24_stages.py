@@ -82,65 +82,89 @@ class Prune24Settings:
     calib: str | None = option(None, "calibration text or corpus; a run is calibrated on its own training text")
     calib_windows: int = option(32, "windows of calibration text", least=1)
     calib_context: int = option(512, "tokens in a window", least=1)
-    damping: float = option(0.01, "sparsegpt: added to the Hessian's diagonal, as a part of its mean")
+    damping: float = option(0.01, "sparsegpt: added to the Hessian's diagonal, as a part of its mean", advanced=True)
     stream: Literal["auto", "true", "false"] = option(
         "auto",
         "one-shot; true: the model stays in the host's memory and one block at a time goes to the device; auto: "
         "where the whole model would take more than half of the device's free memory",
+        advanced=True,
     )
-    memory_gb: float = option(4.0, "activations beyond this go to a file", least=0)
-    spill: str | None = option(None, "folder for that file; none: the system's temporary folder")
+    memory_gb: float = option(4.0, "activations beyond this go to a file", least=0, advanced=True)
+    spill: str | None = option(None, "folder for that file; none: the system's temporary folder", advanced=True)
     slorb: int = option(0, "add a branch over sums of this many inputs, 16 is the paper's; 0: none", least=0)
-    projection: Literal["sum", "trained"] = option("sum", "slorb: block sums, or train the projection as well")
+    projection: Literal["sum", "trained"] = option(
+        "sum", "slorb: block sums, or train the projection as well", advanced=True
+    )
     train: Literal["ast", "cast", "none"] = option("ast", "how to retrain; none stops after the one-shot pruning")
     start: Literal["auto", "oneshot", "dense"] = option(
-        "auto", "weights that training starts from; auto: one-shot for ast, dense for cast"
+        "auto", "weights that training starts from; auto: one-shot for ast, dense for cast", advanced=True
     )
     data: str | None = option(None, "training corpus, not the evaluated text; self: text the dense model writes")
-    prompts: str | None = option(None, "data=self: a text, corpus or .jsonl to take prompts from")
-    self_texts: int = option(2000, "data=self: texts to write", least=1)
-    self_tokens: int = option(512, "data=self: tokens of a text at most", least=1)
+    prompts: str | None = option(None, "data=self: a text, corpus or .jsonl to take prompts from", advanced=True)
+    self_texts: int = option(2000, "data=self: texts to write", least=1, advanced=True)
+    self_tokens: int = option(512, "data=self: tokens of a text at most", least=1, advanced=True)
     max_mb: float | None = option(100.0, "read at most this many megabytes of the corpus; none reads all", least=0.001)
     steps: int = option(1000, "optimizer steps", least=1)
     batch: int = option(16, "rows per step over all ranks", least=1)
     context: int = option(1024, "tokens per row", least=1)
-    micro: int | None = option(None, "rows per forward pass on one rank, to save memory; none: all at once", least=1)
+    micro: int | None = option(
+        None, "rows per forward pass on one rank, to save memory; none: all at once", least=1, advanced=True
+    )
     lr: float = option(2e-4, "peak learning rate; cast needs a larger one", least=0)
     warmup: int = option(50, "steps of linear warm-up", least=0)
-    schedule: Literal["cosine", "wsd"] = option("cosine", "cosine to a tenth, or stable, then linear to zero")
-    weight_decay: float = option(0.0, "AdamW decay of all matrices; separate from the pull on masked weights", least=0)
-    clip: float = option(1.0, "largest gradient norm; 0 is off", least=0)
+    schedule: Literal["cosine", "wsd"] = option(
+        "cosine", "cosine to a tenth, or stable, then linear to zero", advanced=True
+    )
+    weight_decay: float = option(
+        0.0, "AdamW decay of all matrices; separate from the pull on masked weights", least=0, advanced=True
+    )
+    clip: float = option(1.0, "largest gradient norm; 0 is off", least=0, advanced=True)
     pull: float | None = option(
-        None, "strength of the pull on masked weights; none: from the gradients of the first step", least=0
+        None,
+        "strength of the pull on masked weights; none: from the gradients of the first step",
+        least=0,
+        advanced=True,
     )
     anneal: float | None = option(
-        None, "share of the steps until the pull reaches its full strength; none: 1/4 for ast, 1 for cast"
+        None,
+        "share of the steps until the pull reaches its full strength; none: 1/4 for ast, 1 for cast",
+        advanced=True,
     )
-    refresh: int = option(10, "steps between new masks", least=1)
+    refresh: int = option(10, "steps between new masks", least=1, advanced=True)
     distill: bool = option(True, "learn from the dense model's predictions too")
-    kl: float | None = option(None, "weight of those predictions; none: 0.67 for ast, 1/3 for cast", least=0)
-    ce: float | None = option(None, "weight of the tokens of the text; none: 0.33 for ast, 2/3 for cast", least=0)
+    kl: float | None = option(
+        None, "weight of those predictions; none: 0.67 for ast, 1/3 for cast", least=0, advanced=True
+    )
+    ce: float | None = option(
+        None, "weight of the tokens of the text; none: 0.33 for ast, 2/3 for cast", least=0, advanced=True
+    )
     temperature: float | None = option(
-        None, "softmax temperature of the predictions; none: 2 for ast, 1 for cast", least=0
+        None, "softmax temperature of the predictions; none: 2 for ast, 1 for cast", least=0, advanced=True
     )
     text: str | None = option(None, "a text file: perplexity of every stage; default: a run's own validation split")
-    max_tokens: int = option(16384, "tokens of that text at most", least=2)
-    verify: Literal["auto", "true", "false"] = option("auto", VERIFY_HELP)
-    max_perplexity: float = option(MAX_PERPLEXITY, MAX_HELP, least=1)
+    max_tokens: int = option(16384, "tokens of that text at most", least=2, advanced=True)
+    verify: Literal["auto", "true", "false"] = option("auto", VERIFY_HELP, advanced=True)
+    max_perplexity: float = option(MAX_PERPLEXITY, MAX_HELP, least=1, advanced=True)
     force: bool = option(False, FORCE_HELP)
     seed: int = option(0, "random seed of the order of the data")
     dtype: Literal["auto", "fp32", "bf16"] = option("auto", "compute precision, masters are fp32; auto: bf16 on GPU")
     device: str = option("auto", "auto, cpu, cuda or cuda:1 ...")
-    recompute: bool = option(False, "keep one activation per block, recompute the rest: less memory, more time")
-    compile: Literal["off", "blocks", "whole"] = option("off", "torch.compile each block, or all as one graph")
+    recompute: bool = option(
+        False, "keep one activation per block, recompute the rest: less memory, more time", advanced=True
+    )
+    compile: Literal["off", "blocks", "whole"] = option(
+        "off", "torch.compile each block, or all as one graph", advanced=True
+    )
     mesh: MeshConfig = option(MeshConfig(), "how processes share the retraining; pruning runs on the first")
-    log_every: int = option(10, "steps between lines of metrics.jsonl", least=1)
+    log_every: int = option(10, "steps between lines of metrics.jsonl", least=1, advanced=True)
     eval_every: int = option(100, "steps between validation losses; 0 is off", least=0)
     save_every: int = option(200, "steps between checkpoints; 0 saves only on Ctrl-C", least=0)
-    flip_every: int = option(10, "steps between measurements of the flip rate", least=1)
+    flip_every: int = option(10, "steps between measurements of the flip rate", least=1, advanced=True)
     run: str | None = option(None, "folder for this run; none makes runs/shrink-prune24-DATE")
     resume: str | None = option(None, "a stopped run folder to continue; its settings are used")
-    resume_from: ResumeFrom = option("newest", "previous: from the checkpoint before the newest, which is set aside")
+    resume_from: ResumeFrom = option(
+        "newest", "previous: from the checkpoint before the newest, which is set aside", advanced=True
+    )
 
 
 # -- before --------------------------------------------------------------------------------------------------

@@ -55,60 +55,83 @@ class PtqSettings:
     calib_windows: int = option(32, "windows of calibration text", least=1)
     calib_context: int = option(512, "tokens in a window", least=1)
     inputs: Literal["auto", "quantized", "full"] = option(
-        "auto", "what a block sees: outputs of quantized or of full blocks; auto: as published for the method"
+        "auto",
+        "what a block sees: outputs of quantized or of full blocks; auto: as published for the method",
+        advanced=True,
     )
     weigh: Literal["auto", "token", "square"] = option(
         "auto",
         "what a token counts in the statistics: token, all alike; square, by the squares of its inputs, as published; "
         "auto: token for gptq",
+        advanced=True,
     )
-    act_order: bool = option(True, "gptq: columns with large inputs first")
-    damping: float = option(0.01, "gptq: added to the Hessian's diagonal, as a part of its mean")
-    objective: Literal["group", "row"] = option("group", "clip: output error of each group or of the whole row")
+    act_order: bool = option(True, "gptq: columns with large inputs first", advanced=True)
+    damping: float = option(0.01, "gptq: added to the Hessian's diagonal, as a part of its mean", advanced=True)
+    objective: Literal["group", "row"] = option(
+        "group", "clip: output error of each group or of the whole row", advanced=True
+    )
     init: Literal["awq", "clip", "gptq", "gptq+clip", "rtn"] = option(
-        "awq", "blockwise: the method whose grids training starts from"
+        "awq", "blockwise: the method whose grids training starts from", advanced=True
     )
     train: Literal["all", "grid"] = option(
-        "all", "blockwise: everything, or scales and zero points only (a learned clip)"
+        "all", "blockwise: everything, or scales and zero points only (a learned clip)", advanced=True
     )
-    epochs: int = option(4, "blockwise: passes over the calibration windows, for every block", least=1)
-    train_batch: int = option(2, "blockwise: windows in a step", least=1)
+    epochs: int = option(4, "blockwise: passes over the calibration windows, for every block", least=1, advanced=True)
+    train_batch: int = option(2, "blockwise: windows in a step", least=1, advanced=True)
     lr_weight: float = option(
-        Blockwise.lr_weight, "blockwise: learning rate of weights, relative to a layer's rounding error", least=0
+        Blockwise.lr_weight,
+        "blockwise: learning rate of weights, relative to a layer's rounding error",
+        least=0,
+        advanced=True,
     )
     lr_scale: float = option(
-        Blockwise.lr_scale, "blockwise: learning rate of scales, relative to a layer's mean scale", least=0
+        Blockwise.lr_scale,
+        "blockwise: learning rate of scales, relative to a layer's mean scale",
+        least=0,
+        advanced=True,
     )
-    lr_zero: float = option(Blockwise.lr_zero, "blockwise: learning rate of zero points, in codes", least=0)
+    lr_zero: float = option(
+        Blockwise.lr_zero, "blockwise: learning rate of zero points, in codes", least=0, advanced=True
+    )
     lr_norm: float = option(
         Blockwise.lr_norm,
         "blockwise: learning rate of norms and biases, relative to their size; 0 freezes them",
         least=0,
+        advanced=True,
     )
-    held_out: float = option(Blockwise.held_out, "blockwise: share of the windows held out to judge the result")
-    loss: Literal["token", "square"] = option("token", "blockwise: weigh every token alike, or take plain squares")
-    seed: int = option(0, "blockwise: random seed of the order of the windows")
+    held_out: float = option(
+        Blockwise.held_out, "blockwise: share of the windows held out to judge the result", advanced=True
+    )
+    loss: Literal["token", "square"] = option(
+        "token", "blockwise: weigh every token alike, or take plain squares", advanced=True
+    )
+    seed: int = option(0, "blockwise: random seed of the order of the windows", advanced=True)
     bits_budget: float | None = option(
         None, "instead of format: average bits per weight, distributed over the layers by measured damage"
     )
-    candidates: str = option("int2,int3,int4", "bits_budget: the formats to choose from")
-    damage_windows: int = option(4, "bits_budget: calibration windows that the damage is measured on", least=1)
-    damage_units: Literal["layer", "block"] = option("layer", "bits_budget: what gets a format of its own")
+    candidates: str = option("int2,int3,int4", "bits_budget: the formats to choose from", advanced=True)
+    damage_windows: int = option(
+        4, "bits_budget: calibration windows that the damage is measured on", least=1, advanced=True
+    )
+    damage_units: Literal["layer", "block"] = option(
+        "layer", "bits_budget: what gets a format of its own", advanced=True
+    )
     stream: Literal["auto", "true", "false"] = option(
         "auto",
         "true: the model stays in the host's memory and one block at a time goes to the device; auto: where the "
         "whole model would take more than half of the device's free memory",
+        advanced=True,
     )
-    memory_gb: float = option(4.0, "activations beyond this go to a file", least=0)
-    spill: str | None = option(None, "folder for that file; none: the system's temporary folder")
+    memory_gb: float = option(4.0, "activations beyond this go to a file", least=0, advanced=True)
+    spill: str | None = option(None, "folder for that file; none: the system's temporary folder", advanced=True)
     out: str | None = option(None, "folder for the packed model; none puts it into the run folder")
-    dense_out: str | None = option(None, "also write the rounded weights as a dense Hugging Face folder")
+    dense_out: str | None = option(None, "also write the rounded weights as a dense Hugging Face folder", advanced=True)
     text: str | None = option(None, "a text file: perplexity before and after; default: the last tenth of calib")
     data: str | None = option(None, "or a corpus: its validation split. A run is evaluated on its own by default")
-    context: int = option(512, "tokens the model sees at once in the evaluation", least=2)
-    max_tokens: int = option(16384, "tokens of the text to evaluate at most", least=2)
-    verify: Literal["auto", "true", "false"] = option("auto", VERIFY_HELP)
-    max_perplexity: float = option(MAX_PERPLEXITY, MAX_HELP, least=1)
+    context: int = option(512, "tokens the model sees at once in the evaluation", least=2, advanced=True)
+    max_tokens: int = option(16384, "tokens of the text to evaluate at most", least=2, advanced=True)
+    verify: Literal["auto", "true", "false"] = option("auto", VERIFY_HELP, advanced=True)
+    max_perplexity: float = option(MAX_PERPLEXITY, MAX_HELP, least=1, advanced=True)
     force: bool = option(False, FORCE_HELP)
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = option("auto", "compute precision; auto: bf16 on a GPU")
     device: str = option("auto", "auto, cpu, cuda or cuda:1 ...")

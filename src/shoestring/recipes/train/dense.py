@@ -65,30 +65,46 @@ class Config(CheckpointConfig, ReducerConfig, pretraining.ModelConfig, CorpusCon
     steps: int = option(2000, "optimizer steps", least=0)
     batch: int = option(16, "rows per step over all ranks", least=1)
     context: int = option(256, "tokens per row", least=2)
-    micro: int | None = option(None, "rows per forward pass on one rank, to save memory; none: all at once", least=1)
+    micro: int | None = option(
+        None, "rows per forward pass on one rank, to save memory; none: all at once", least=1, advanced=True
+    )
     lr: float = option(1e-3, "peak learning rate", least=0)
     warmup: int = option(100, "steps of linear warm-up", least=0)
-    schedule: Literal["cosine", "wsd"] = option("cosine", "cosine to a tenth, or stable, then linear to zero")
-    weight_decay: float = option(0.1, "AdamW decay of the matrices", least=0)
-    clip: float = option(1.0, "largest gradient norm; 0 is off", least=0)
+    schedule: Literal["cosine", "wsd"] = option(
+        "cosine", "cosine to a tenth, or stable, then linear to zero", advanced=True
+    )
+    weight_decay: float = option(0.1, "AdamW decay of the matrices", least=0, advanced=True)
+    clip: float = option(1.0, "largest gradient norm; 0 is off", least=0, advanced=True)
     seed: int = option(0, "random seed of the weights and the order of the data")
     dtype: Literal["auto", "fp32", "bf16"] = option("auto", "compute precision, masters are fp32; auto: bf16 on GPU")
     device: str = option("auto", "auto, cpu, cuda or cuda:1 ...")
-    recompute: bool = option(False, "keep one activation per block, recompute the rest: less memory, more time")
-    compile: Literal["off", "blocks", "whole"] = option("off", "torch.compile each block, or all as one graph")
-    graph: bool = option(False, "a step's passes as one CUDA graph: small models whose GPU waits for Python; one GPU")
+    recompute: bool = option(
+        False, "keep one activation per block, recompute the rest: less memory, more time", advanced=True
+    )
+    compile: Literal["off", "blocks", "whole"] = option(
+        "off", "torch.compile each block, or all as one graph", advanced=True
+    )
+    graph: bool = option(
+        False, "a step's passes as one CUDA graph: small models whose GPU waits for Python; one GPU", advanced=True
+    )
     mesh: MeshConfig = option(MeshConfig(), "how processes share the work")
     log_every: int = option(10, "steps between lines of metrics.jsonl", least=1)
     eval_every: int = option(200, "steps between validation losses; 0 is off", least=0)
     save_every: int = option(500, "steps between checkpoints, and one at the end; 0 saves only on Ctrl-C", least=0)
-    publish: str | None = option(None, "HOST:PORT at which servers follow this run (`shoestring serve --follow`)")
-    publish_every: int = option(50, "steps between published weights", least=1)
+    publish: str | None = option(
+        None, "HOST:PORT at which servers follow this run (`shoestring serve --follow`)", advanced=True
+    )
+    publish_every: int = option(50, "steps between published weights", least=1, advanced=True)
     publish_delta: bool = option(
-        False, "also keep the previous published version, and send only what changed where that is faster"
+        False,
+        "also keep the previous published version, and send only what changed where that is faster",
+        advanced=True,
     )
     run: str | None = option(None, "folder for this run; none makes runs/RECIPE-DATE")
     resume: str | None = option(None, "a run folder to continue; its settings are used")
-    resume_from: ResumeFrom = option("newest", "previous: from the checkpoint before the newest, which is set aside")
+    resume_from: ResumeFrom = option(
+        "newest", "previous: from the checkpoint before the newest, which is set aside", advanced=True
+    )
 
 
 def main(cfg: Config) -> Path:

@@ -43,7 +43,7 @@ from shoestring.train.step import Hook
 class Config(SparseConfig):
     method: Literal["sste", "srste"] = option("sste", "soft threshold, or hard masks with decay (SR-STE)")
     precision: Literal["full", "fp8"] = option("full", "operands of the 2:4 layers' products: as they are, or FP8")
-    decay: float | None = option(None, "masked decay of method=srste; none: 2e-4", least=0)
+    decay: float | None = option(None, "masked decay of method=srste; none: 2e-4", least=0, advanced=True)
 
 
 def main(cfg: Config) -> Path:

@@ -32,16 +32,23 @@ class CheckpointConfig:
     """How a training recipe saves, beside `save_every`."""
 
     checkpoint: Literal["fixed", "auto"] = option(
-        "fixed", "fixed: to disk every save_every steps; auto: memory, disk, ... at measured intervals"
+        "fixed", "fixed: to disk every save_every steps; auto: memory, disk, ... at measured intervals", advanced=True
     )
-    keep_last: int = option(2, "number of newest checkpoints to keep on disk", least=1)
-    keep_every: int = option(0, "also keep checkpoints whose step is a multiple of this; 0 is off", least=0)
-    keep_best: int = option(0, "also keep this many with the lowest validation loss", least=0)
+    keep_last: int = option(2, "number of newest checkpoints to keep on disk", least=1, advanced=True)
+    keep_every: int = option(
+        0, "also keep checkpoints whose step is a multiple of this; 0 is off", least=0, advanced=True
+    )
+    keep_best: int = option(0, "also keep this many with the lowest validation loss", least=0, advanced=True)
     rollback: Literal["off", "ask", "auto"] = option(
-        "off", "after a NaN or a loss spike: stop; stop and name the version to use; or go back and skip the data"
+        "off",
+        "after a NaN or a loss spike: stop; stop and name the version to use; or go back and skip the data",
+        advanced=True,
     )
     preempt_s: float | None = option(
-        None, "seconds from SIGTERM to the end of the machine; the agent finishes what does not fit", least=0
+        None,
+        "seconds from SIGTERM to the end of the machine; the agent finishes what does not fit",
+        least=0,
+        advanced=True,
     )
     levels: LevelsConfig = option(LevelsConfig(), "details of checkpoint=auto")
 

@@ -32,18 +32,28 @@ class ReducerConfig:
         "plain",
         "how gradients are summed over mesh.replica: plain, bf16, int8, int4, terngrad, qsgd, topk:0.01, "
         "arc-topk:0.01, powersgd:4 or demo; auto measures the link and takes the fastest",
+        advanced=True,
     )
     selector: SelectorName = option(
-        "uniform", "which layer is sent how, with reducer=topk: all alike, whole layers in turn, by errors, or learned"
+        "uniform",
+        "which layer is sent how, with reducer=topk: all alike, whole layers in turn, by errors, or learned",
+        advanced=True,
     )
     budget_mb: float | None = option(
-        None, "megabytes a replica may send per step for the selected layers; none: what reducer= alone would", least=0
+        None,
+        "megabytes a replica may send per step for the selected layers; none: what reducer= alone would",
+        least=0,
+        advanced=True,
     )
     allow: Literal["close", "lossy"] = option(
-        "close", "what reducer=auto may take: close to the plain loss (plain, bf16, int8, int4), or also topk, powersgd"
+        "close",
+        "what reducer=auto may take: close to the plain loss (plain, bf16, int8, int4), or also topk, powersgd",
+        advanced=True,
     )
     overlap: bool = option(
-        False, "send gradients during the backward pass, each tensor clipped to 3x its running norm; on CPUs"
+        False,
+        "send gradients during the backward pass, each tensor clipped to 3x its running norm; on CPUs",
+        advanced=True,
     )
 
 
