@@ -201,7 +201,7 @@ def _server_app() -> Any:
     engine = Engine(Decoder(spec), tokenizer, max_requests=1)
     thread = EngineThread(engine, Metrics("page"), max_running=1)
     client = EngineClient(thread.facts(max_queue=1), thread, tokenizer, thread.latest)
-    return Api(client, tokenizer, Grammars(tokenizer, engine.vocab_size, ()), ApiSettings("page")).app()
+    return Api(client, tokenizer, Grammars(tokenizer, engine.vocab_size, ()), ApiSettings("page")).routes()
 
 
 def _fields(body: Any) -> dict[str, Any]:

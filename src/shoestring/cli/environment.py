@@ -19,7 +19,8 @@ from shoestring.report import Table
 
 PACKAGES = (
     *("shoestring", "torch", "triton", "numpy", "safetensors", "tokenizers", "gguf", "typer", "tensorboard"),
-    *("fastapi", "uvicorn", "llguidance", "httpx", "pyarrow", "transformers", "compressed-tensors", "lm-eval"),
+    *("fastapi", "uvicorn", "httptools", "llguidance", "httpx", "pyarrow"),
+    *("transformers", "compressed-tensors", "lm-eval"),
 )
 EXTRAS = {"gpu": "triton", "serve": "fastapi", "grammar": "llguidance", "bench": "httpx", "data": "pyarrow"}
 SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")

@@ -57,6 +57,12 @@ def test_vectors_are_the_hidden_states_of_the_last_layer(client: Any) -> None:
     assert answer.usage.prompt_tokens == answer.usage.total_tokens == sum(len(tokenizer.encode(t)) for t in TEXTS)
 
 
+def test_only_streams_are_reminded_to_say_something(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoestring.serve.http.app.KEEP_ALIVE_S", 0.0)
+    assert len(client.embeddings.create(model="tiny", input=TEXTS).data) == len(TEXTS)
+    assert client.completions.create(model="tiny", prompt="a", max_tokens=3).usage.completion_tokens <= 3
+
+
 def test_every_form_of_input_and_output(client: Any, service: Any) -> None:
     ids = [chat_tokenizer().encode(text) for text in TEXTS[:2]]
     want = [expected(i) for i in ids]

@@ -167,6 +167,27 @@ def test_who_asks_an_engine_that_goes_is_told_at_once() -> None:
     assert not client.alive and client.closed is not None and client.closed.code == "engine_dead"
 
 
+def test_what_is_sent_in_one_turn_of_the_event_loop_goes_together_and_in_order() -> None:
+    async def send() -> None:
+        engine, connection = socket.socketpair()
+        port, written = EngineConnection(FrameReader(), []), list[bytes]()
+        client = EngineClient(EngineFacts(29, 64, 16, (0,), True, 2, 2), port, chat_tokenizer(), EngineSnapshot())
+        await port.open(connection, client, SimpleNamespace(server=SimpleNamespace(should_exit=True)))  # type: ignore[arg-type]
+        port._transport = SimpleNamespace(write=written.append)  # type: ignore[assignment]
+        for message in (("cancel", [1]), ("cancel", [2])):
+            port.post(message)  # type: ignore[arg-type]
+        port.count_rejected()
+        assert written == []
+        await asyncio.sleep(0)
+        port.post(("cancel", [3]))
+        await asyncio.sleep(0)
+        told = [[content for content, _ in FrameReader().feed(data)] for data in written]
+        assert told == [[["cancel", [1]], ["cancel", [2]], ["rejected"]], [["cancel", [3]]]]
+        engine.close()
+
+    asyncio.run(send())
+
+
 def test_a_request_that_cannot_be_read_fails_alone() -> None:
     engine, http = socket.socketpair()
     sampling = SamplingWithRules(grammar=GrammarSource("{}"))  # type: ignore[arg-type]

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import importlib
 import json
+import logging
 import socket
 import sys
 import threading
@@ -28,6 +29,7 @@ from shoestring.serve.engine.logit_rules import SamplingWithRules  # noqa: E402
 from shoestring.serve.http.engine_client import WAKE, EngineClient, OutputCollector  # noqa: E402
 from shoestring.serve.http.engine_messages import ChoiceDelta, EngineFacts, EngineSnapshot, PendingChoice, Report  # noqa: E402
 from shoestring.serve.http.engine_thread import kv_usage  # noqa: E402
+from shoestring.serve.http.http_server import _LineFormatter  # noqa: E402
 from shoestring.serve.http.responses import ENCODE, CompletionResponse  # noqa: E402
 from shoestring.serve.http.server import EngineStuck, ServeOptions, Service, listen, main  # noqa: E402
 from tiny import chat_tokenizer, served_model  # noqa: E402
@@ -376,6 +378,17 @@ def test_a_model_with_a_broken_chat_template_is_served_with_a_warning(
     assert "serving tiny at http://127.0.0.1:" in caplog.text
     assert len(warnings) == (0 if own else 1)
     assert own or "tiny is broken, line 1: Encountered unknown tag 'endfor'" in warnings[0]
+
+
+def test_a_line_of_the_log_is_as_the_library_writes_it() -> None:
+    plain = logging.Formatter("%(asctime)s %(levelname)s %(message)s")
+    ours = _LineFormatter()
+    for created in (1.0, 1.9996, 2.001, 86_399.5, 1.5, 1.8e9):
+        record = logging.makeLogRecord({"created": created, "msecs": created % 1 * 1000, "levelname": "INFO"})
+        record.msg, record.args = "%s of %d", ("a line", 2)
+        assert ours.format(record) == plain.format(record)
+    record.exc_info = (UserError, UserError("why"), None)
+    assert ours.format(record) == plain.format(record) and "UserError: why" in ours.format(record)
 
 
 def test_without_fastapi_the_command_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

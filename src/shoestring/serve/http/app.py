@@ -2,11 +2,12 @@
 
 A handler reads a body of bounded size in bounded time. Worker threads (request_workers.py) validate it
 (request_schema.py) and turn it into a `ParsedRequest` (request_parsing.py). The handler submits one `PendingChoice` per
-text (engine_client.py) and writes the deltas that come back in OpenAI's form (responses.py). A task per request cancels
-its choices when the client disconnects.
+text (engine_client.py) and writes the deltas that come back in OpenAI's form (responses.py). Its choices are cancelled
+when the client disconnects (`_Watch`).
 
 `RequestMiddleware` runs before every route: it checks the Host header and the API key, gives the request an id and
-writes one log line. An internal error goes to the log, never to the client.
+writes one log line. An internal error goes to the log, never to the client. It calls the handlers of POST itself;
+other requests, and paths that nobody knows, go through FastAPI.
 
 Nothing on the event loop may take more than some milliseconds: all streams wait for it.
 
@@ -21,15 +22,15 @@ import ipaddress
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from pathlib import Path
+from types import TracebackType
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
@@ -39,6 +40,7 @@ from shoestring import __version__
 from shoestring.model.tokenizer import Tokenizer
 from shoestring.serve.engine.embedding import Pooling
 from shoestring.serve.engine.logit_rules import SamplingWithRules
+from shoestring.serve.http.connection import Exchange
 from shoestring.serve.http.engine_client import EngineClient, OutputCollector
 from shoestring.serve.http.engine_messages import ChoiceDelta, EmbeddingJob, PendingChoice, deadline_error
 from shoestring.serve.http.grammar import GrammarCache
@@ -81,6 +83,12 @@ DRAINED_BODIES = 8  # a body this many times too large is still read to its end,
 MAX_BODIES_BYTES = 256 << 20  # of all bodies that are being read or wait; where one may be larger, two of them
 READ_INLINE = 2048  # bytes of a body: fractions of a millisecond
 RENDERED_INLINE = 4096  # tokens and log-probabilities; more are written on a worker thread
+EVENT_HEADERS = [
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+]
+MAX_HOST = 255  # characters of a name that is remembered
 PAGE_POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:"
 
 
@@ -99,6 +107,27 @@ class ApiSettings:
     pooling: Pooling = "mean"  # of embeddings
 
 
+@dataclass(slots=True)
+class RequestNote:
+    """What is known of a request beside its ASGI scope, where it is kept under "shoestring"."""
+
+    client: str  # whose turn it takes where clients wait for each other
+    headers: dict[bytes, bytes]
+    exchange: Exchange
+    send: Send  # for parts of a stream, which no middleware looks at
+    arrived: float = 0.0  # its whole body
+    response: CompletionResponse | None = None
+
+
+def note_of(request: Request) -> RequestNote:
+    note = request.scope["shoestring"]
+    assert isinstance(note, RequestNote)
+    return note
+
+
+Handler = Callable[[Request], Awaitable[ASGIApp]]
+
+
 class Api:
     def __init__(
         self, engine: EngineClient, tokenizer: Tokenizer, grammars: GrammarCache, settings: ApiSettings
@@ -114,21 +143,35 @@ class Api:
             self.tool_format = detect_format(template) if wanted == "auto" else format_named(wanted, template)
         self.created = int(time.time())
         self._token_bytes = tokenizer.token_bytes
-        self._watchers: set[asyncio.Task[None]] = set()
         # One client may hold a quarter of it: as many requests as it may have texts.
         max_jobs = max(MAX_JOBS, 4 * engine.max_texts)
         self.workers = RequestWorkers(min(settings.max_wait_s, settings.deadline_s), max_jobs)
-        self._bodies_bytes = 0
+        self.bodies_bytes = 0  # that are being read or wait
 
-    def app(self) -> FastAPI:
+    def app(self) -> ASGIApp:
+        app = RequestMiddleware(self.routes(), self._post_routes, self.settings)
+        if not self.settings.allow_origins:
+            return app
+        return CORSMiddleware(
+            app, allow_origins=list(self.settings.allow_origins), allow_methods=["GET", "POST"], allow_headers=["*"]
+        )
+
+    @property
+    def _post_routes(self) -> dict[str, Handler]:
+        return {
+            "/v1/completions": self.completions,
+            "/v1/chat/completions": self.chat_completions,
+            "/v1/responses": self.responses,
+            "/v1/embeddings": self.embeddings,
+            "/tokenize": self.tokenize,
+            "/detokenize": self.detokenize,
+        }
+
+    def routes(self) -> FastAPI:
+        """All of them; those of POST for the answers to other methods, and for the reference pages."""
         app = FastAPI(title="Shoestring", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
         routes: list[tuple[str, str, Any]] = [
-            ("POST", "/v1/completions", self.completions),
-            ("POST", "/v1/chat/completions", self.chat_completions),
-            ("POST", "/v1/responses", self.responses),
-            ("POST", "/v1/embeddings", self.embeddings),
-            ("POST", "/tokenize", self.tokenize),
-            ("POST", "/detokenize", self.detokenize),
+            *(("POST", path, handler) for path, handler in self._post_routes.items()),
             ("GET", "/tokenizer_info", self.tokenizer_info),
             ("GET", "/v1/models", self.models),
             ("GET", "/v1/models/{name:path}", self.model),
@@ -146,21 +189,13 @@ class Api:
                 app.add_api_route(path, handler, methods=[method], response_model=None)
         app.add_exception_handler(ApiError, _error_response)
         app.add_exception_handler(HTTPException, _http_error_response)
-        app.add_middleware(RequestMiddleware, settings=self.settings)
-        if self.settings.allow_origins:
-            app.add_middleware(
-                CORSMiddleware,
-                allow_origins=list(self.settings.allow_origins),
-                allow_methods=["GET", "POST"],
-                allow_headers=["*"],
-            )
         return app
 
     # -- generation -----------------------------------------------------------------------------------------
-    async def completions(self, request: Request) -> Response:
+    async def completions(self, request: Request) -> ASGIApp:
         """Continue one or several prompts."""
         self._check_writes()
-        async with self._body(request) as content:
+        async with _Body(self, request) as content:
             body = await self._read(request, len(content), lambda: CompletionBody.parse(read_json(content)))
             self._check_model(body.model)
             parsed = await self._read(
@@ -168,15 +203,15 @@ class Api:
             )
         return await self._respond(request, parsed)
 
-    async def chat_completions(self, request: Request) -> Response:
+    async def chat_completions(self, request: Request) -> ASGIApp:
         """Answer a chat; the model needs a chat template."""
         self._check_writes()
-        async with self._body(request) as content:
+        async with _Body(self, request) as content:
             body = await self._read(request, len(content), lambda: ChatBody.parse(read_json(content)))
             parsed = await self._parse_chat(request, len(content), body)
         return await self._respond(request, parsed)
 
-    async def responses(self, request: Request) -> Response:
+    async def responses(self, request: Request) -> ASGIApp:
         """Answer a chat in the form of OpenAI's Responses API; nothing is stored."""
         self._check_writes()
 
@@ -184,7 +219,7 @@ class Api:
             body = ResponsesBody.parse(read_json(content))
             return body, body.as_chat()
 
-        async with self._body(request) as content:
+        async with _Body(self, request) as content:
             body, chat = await self._read(request, len(content), read)
             parsed = await self._parse_chat(request, len(content), chat)
         return await self._respond(request, parsed, body)
@@ -202,21 +237,21 @@ class Api:
 
     async def embeddings(self, request: Request) -> Response:
         """Vectors of texts."""
-        async with self._body(request) as content:
+        async with _Body(self, request) as content:
             body = await self._work(request, len(content), lambda: validated(EmbeddingBody, read_json(content)))
             self._check_model(body.model)
             asked = (self.tokenizer, self.limits, self.settings.pooling, self.engine.facts.d_model)
             parsed = await self._work(request, len(content), lambda: parse_embedding(body, *asked))
-        collector, note = OutputCollector(), request.scope["shoestring"]
+        collector, note = OutputCollector(), note_of(request)
         choice = PendingChoice(
             *([], SamplingWithRules(), time.monotonic() + self.settings.deadline_s),
             embedding=EmbeddingJob(parsed.texts, parsed.pooling),
-            client=note["client"],
-            arrived=note["arrived"],
+            client=note.client,
+            arrived=note.arrived,
         )
         self.engine.submit([choice], collector)
-        self._cancel_on_disconnect(request, collector, [choice])
-        unread = await collector.take()
+        with _Watch(self.engine, note.exchange, collector, [choice]):
+            unread = await collector.take()
         if unread is None:
             return Response(status_code=CLIENT_LEFT)  # never sent
         if (error := unread[0].error) is not None:
@@ -232,7 +267,7 @@ class Api:
         )
         return Response(answer, media_type="application/json")
 
-    async def _respond(self, request: Request, parsed: ParsedRequest, body: ResponsesBody | None = None) -> Response:
+    async def _respond(self, request: Request, parsed: ParsedRequest, body: ResponsesBody | None = None) -> ASGIApp:
         """`body`: the answer is a response object, not a completion."""
         collected = CompletionResponse(
             self.settings.model_name,
@@ -247,26 +282,23 @@ class Api:
             parsed.tools,
         )
         response = collected if body is None else ResponseObject(collected, body)
-        collector = OutputCollector()
+        collector, note = OutputCollector(), note_of(request)
         deadline = time.monotonic() + self.settings.deadline_s
         score = parsed.num_logprobs if parsed.echo is not None else None
-        arrived = request.scope["shoestring"]["arrived"]
         choices = [
             PendingChoice(
                 *(parsed.prompts[i // parsed.n], sampling, deadline, score, parsed.no_new_tokens),
-                client=request.scope["shoestring"]["client"],
-                arrived=arrived,
+                client=note.client,
+                arrived=note.arrived,
             )
             for i, sampling in enumerate(parsed.samplings)
         ]
-        request.scope["shoestring"]["response"] = collected
+        note.response = collected
         self.engine.submit(choices, collector)
-        self._cancel_on_disconnect(request, collector, choices)
+        watch = _Watch(self.engine, note.exchange, collector, choices, reminds=parsed.stream)
         if parsed.stream:
-            headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-            events = self._events(request, response, collector, choices)
-            return EventStream(events, media_type="text/event-stream", headers=headers)
-        try:
+            return partial(self._stream, request, response, collector, watch)
+        with watch:
             while not response.done:
                 unread = await collector.take()
                 if unread is None:
@@ -275,80 +307,56 @@ class Api:
                     if delta.error is not None:
                         raise delta.error
                     response.add(index, delta)
-        finally:
-            self.engine.cancel(choices)
         if response.size <= RENDERED_INLINE:
             return JSONResponse(response.whole())
         text = await self._work(request, response.size, lambda: written(response.whole()).encode(), "render")
         return Response(text, media_type="application/json")
 
-    async def _events(
+    async def _stream(
         self,
         request: Request,
         response: CompletionResponse | ResponseObject,
         collector: OutputCollector,
-        choices: list[PendingChoice],
-    ) -> AsyncIterator[str]:
-        loop, silent = asyncio.get_running_loop(), True
-        timer: asyncio.TimerHandle  # one for the stream: a time-out per event costs more
+        watch: _Watch,
+        _scope: Scope,
+        _receive: Receive,
+        send: Send,
+    ) -> None:
+        """Only the header goes through the middleware, parts straight to the connection."""
+        write = note_of(request).send
 
-        def remind() -> None:
-            nonlocal silent, timer
-            if silent:
-                collector.remind()
-            silent, timer = True, loop.call_later(KEEP_ALIVE_S / 2, remind)
+        def part(chunks: Sequence[str], *, more: bool = True) -> Message:
+            return {"type": "http.response.body", "body": "".join(chunks).encode(), "more_body": more}
 
-        timer = loop.call_later(KEEP_ALIVE_S / 2, remind)
-        try:
-            yield "".join(response.first_chunks())
-            while not response.done:
-                unread = await collector.take()
-                if unread is None:
-                    return
-                chunks: list[str] = []
-                for index, delta in sorted(unread.items()):
-                    if delta.error is not None:
-                        yield "".join([*chunks, *response.error_chunks(delta.error)])
+        with watch:
+            await send({"type": "http.response.start", "status": 200, "headers": EVENT_HEADERS})
+            try:
+                if first := response.first_chunks():
+                    await write(part(first))
+                while not response.done:
+                    unread = await collector.take()
+                    if unread is None:
                         return
-                    response.add(index, delta)
-                    if delta.size <= RENDERED_INLINE:
-                        chunks += response.chunks(index, delta)
-                    else:
-                        write = partial(response.chunks, index, delta)
-                        chunks += await self._work(request, delta.size, write, "render")
-                silent = False
-                if response.done:  # with the last text: one write less
-                    chunks += response.last_chunks()
-                if chunks or not unread:
-                    yield "".join(chunks) or ": waiting\n\n"
-        except Exception:
-            log.exception("a stream broke")
-            yield response.error_chunks(ApiError(500, "internal error; the server's log says more"))[0]
-        finally:
-            timer.cancel()
-            self.engine.cancel(choices)
-
-    def _cancel_on_disconnect(self, request: Request, collector: OutputCollector, choices: list[PendingChoice]) -> None:
-        """Cancel the choices when the client disconnects. An engine that is stuck in a step does not keep the deadline;
-        then it is kept here."""
-        gone = request.scope["shoestring"]["gone"]
-
-        async def watch() -> None:
-            await asyncio.wait({gone}, timeout=choices[0].deadline + LATE_S - time.monotonic())
-            if gone.done():
-                self.engine.cancel(choices)
-                collector.close()
-                return
-            for index, choice in enumerate(choices):
-                collector.put(index, ChoiceDelta(error=deadline_error(choice)))
-
-        self._keep(watch())
-
-    def _keep(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
-        self._watchers.add(task)  # the event loop holds tasks only weakly
-        task.add_done_callback(self._watchers.discard)
-        return task
+                    chunks: list[str] = []
+                    for index, delta in sorted(unread.items()):
+                        if delta.error is not None:
+                            await write(part([*chunks, *response.error_chunks(delta.error)], more=False))
+                            return
+                        response.add(index, delta)
+                        if delta.size <= RENDERED_INLINE:
+                            chunks += response.chunks(index, delta)
+                        else:
+                            write_chunks = partial(response.chunks, index, delta)
+                            chunks += await self._work(request, delta.size, write_chunks, "render")
+                    watch.silent = False
+                    if response.done:  # with the last text: one write less
+                        await write(part([*chunks, *response.last_chunks()], more=False))
+                    elif chunks or not unread:
+                        await write(part(chunks or [": waiting\n\n"]))
+            except Exception:
+                log.exception("a stream broke")
+                error = ApiError(500, "internal error; the server's log says more")
+                await write(part(response.error_chunks(error)[:1], more=False))
 
     # -- other routes --------------------------------------------------------------------------------------
     async def tokenize(self, request: Request) -> Response:
@@ -361,7 +369,7 @@ class Api:
                 answer["token_strs"] = [self._token_bytes(i).decode("utf-8", "replace") for i in ids]
             return written(answer).encode()
 
-        async with self._body(request) as content:
+        async with _Body(self, request) as content:
             body = await self._work(request, len(content), lambda: validated(TokenizeBody, read_json(content)))
             self._check_model(body.model)
             answer = await self._work(request, len(content), lambda: encode(body))
@@ -369,7 +377,7 @@ class Api:
 
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids."""
-        async with self._body(request) as content:
+        async with _Body(self, request) as content:
             body = await self._work(request, len(content), lambda: validated(DetokenizeBody, read_json(content)))
             self._check_model(body.model)
             text = await self._work(request, len(content), lambda: detokenize(body, self.tokenizer, self.limits))
@@ -414,8 +422,7 @@ class Api:
 
     async def metrics(self, request: Request) -> Response:
         """Metrics for Prometheus."""
-        client = request.scope["shoestring"]["client"]
-        text = await self.workers.run("render", client, 0, self.engine.port.metrics_text)
+        text = await self.workers.run("render", note_of(request).client, 0, self.engine.port.metrics_text)
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def stats(self) -> Response:
@@ -467,66 +474,14 @@ class Api:
     async def _work(self, request: Request, size: int, work: Callable[[], T], lane: Lane | None = None) -> T:
         """`work()` on a worker thread; `size` is what it is about, in bytes. Not begun if the client leaves."""
         lane = lane or ("light" if size <= LIGHT_BYTES else "heavy")
-        note = request.scope["shoestring"]
-        job = asyncio.ensure_future(self.workers.run(lane, note["client"], size, work))
-        await asyncio.wait({job, note["gone"]}, return_when=asyncio.FIRST_COMPLETED)
+        note = note_of(request)
+        job = asyncio.ensure_future(self.workers.run(lane, note.client, size, work))
+        futures: list[asyncio.Future[Any]] = [job, note.exchange.gone]
+        await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
         if not job.done():
             job.cancel()
             raise ClientDisconnect
         return job.result()
-
-    @asynccontextmanager
-    async def _body(self, request: Request) -> AsyncIterator[bytes]:
-        """The body, which must say that it is JSON. It counts among the bodies in memory until it is parsed."""
-        # A page of another site may post plain text without a CORS preflight, but not JSON.
-        kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
-        if kind != "application/json":
-            raise ApiError(415, "send the body as JSON, with the header Content-Type: application/json")
-        parts: list[bytes] = []
-        try:
-            try:
-                async with asyncio.timeout(self.settings.body_timeout_s):
-                    await self._receive(request, parts)
-            except TimeoutError:
-                raise ApiError(
-                    408,
-                    f"the request body did not arrive within {self.settings.body_timeout_s:.0f} seconds",
-                    code="body_timeout",
-                    headers={"Connection": "close"},
-                ) from None
-            note = request.scope["shoestring"]
-            note["arrived"] = time.monotonic()  # latencies count from here
-            note["gone"] = self._keep(_until_gone(request))
-            yield b"".join(parts)
-        finally:
-            self._bodies_bytes -= sum(map(len, parts))
-
-    async def _receive(self, request: Request, parts: list[bytes]) -> None:
-        """Fill `parts` with a body that is not too large."""
-        limit = self.settings.max_body_bytes
-        declared = request.headers.get("content-length", "")
-        size = int(declared) if declared.isdecimal() and len(declared) < 19 else 0
-        if size <= DRAINED_BODIES * limit:
-            size = 0
-            async for part in request.stream():
-                size += len(part)
-                if size > DRAINED_BODIES * limit:
-                    break
-                if size > limit or not part:
-                    continue
-                if self._bodies_bytes + len(part) > max(MAX_BODIES_BYTES, 2 * limit):
-                    raise ApiError(
-                        503,
-                        "the server is reading too many large requests at once; try again later",
-                        code="overloaded",
-                        headers={"Retry-After": str(RETRY_S), "Connection": "close"},
-                    )
-                parts.append(part)
-                self._bodies_bytes += len(part)
-        if size > limit:
-            raise ApiError(
-                413, f"the request body is larger than the {limit} bytes that this server takes", code="too_large"
-            )
 
     def _check_writes(self) -> None:
         if not self.engine.facts.writes:
@@ -543,32 +498,139 @@ class Api:
             )
 
 
-class EventStream(StreamingResponse):
-    """Starlette's response sends every part through a task group and all middleware. Here only the header goes that
-    way. Who leaves is noticed by `_cancel_on_disconnect`."""
+class _Body:
+    """The body of a request, which must say that it is JSON. Counts among the bodies in memory until it is parsed."""
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        write: Send = scope["shoestring"]["send"]
-        async with aclosing(self.body_iterator) as parts:  # type: ignore[type-var]
-            async for part in parts:
-                if part:
-                    assert isinstance(part, str)
-                    await write({"type": "http.response.body", "body": part.encode(), "more_body": True})
-        await write({"type": "http.response.body", "body": b"", "more_body": False})
+    def __init__(self, api: Api, request: Request) -> None:
+        self._api, self._request, self._size = api, request, 0
+
+    async def __aenter__(self) -> bytes:
+        note, seconds = note_of(self._request), self._api.settings.body_timeout_s
+        # A page of another site may post plain text without a CORS preflight, but not JSON.
+        kind = note.headers.get(b"content-type", b"")
+        if kind != b"application/json" and kind.split(b";")[0].strip().lower() != b"application/json":
+            raise ApiError(415, "send the body as JSON, with the header Content-Type: application/json")
+        try:
+            if note.exchange.more_body:
+                async with asyncio.timeout(seconds):
+                    content = await self._receive(note)
+            else:  # it has come already, as most do
+                content = await self._receive(note)
+        except BaseException as error:
+            self._api.bodies_bytes -= self._size
+            if isinstance(error, TimeoutError):
+                raise ApiError(
+                    408,
+                    f"the request body did not arrive within {seconds:.0f} seconds",
+                    code="body_timeout",
+                    headers={"Connection": "close"},
+                ) from None
+            raise
+        note.arrived = time.monotonic()  # latencies count from here
+        return content
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._api.bodies_bytes -= self._size
+
+    async def _receive(self, note: RequestNote) -> bytes:
+        """A body that is not too large."""
+        limit = self._api.settings.max_body_bytes
+        declared = note.headers.get(b"content-length", b"")
+        size = int(declared) if declared.isdigit() and len(declared) < 19 else 0
+        parts: list[bytes] = []
+        if size <= DRAINED_BODIES * limit:
+            size, more = 0, True
+            while more and size <= DRAINED_BODIES * limit:
+                message = await note.exchange.receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientDisconnect
+                part, more = message["body"], message["more_body"]
+                size += len(part)
+                if size <= limit:
+                    self._keep(part)
+                    parts.append(part)
+        if size > limit:
+            raise ApiError(
+                413, f"the request body is larger than the {limit} bytes that this server takes", code="too_large"
+            )
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _keep(self, part: bytes) -> None:
+        api = self._api
+        if part and api.bodies_bytes + len(part) > max(MAX_BODIES_BYTES, 2 * api.settings.max_body_bytes):
+            raise ApiError(
+                503,
+                "the server is reading too many large requests at once; try again later",
+                code="overloaded",
+                headers={"Retry-After": str(RETRY_S), "Connection": "close"},
+            )
+        self._size += len(part)
+        api.bodies_bytes += len(part)
 
 
-async def _until_gone(request: Request) -> None:
-    """Until the client disconnects, or has its whole response: Starlette reports that the same way."""
-    while (await request.receive())["type"] != "http.disconnect":
+class _Watch:
+    """Cancels choices when their client disconnects, and at the end where some are left. `reminds` a stream to
+    say something. An engine that is stuck in a step does not keep the deadline; then it is kept here.
+
+    One timer does both: a time-out per event costs more than an event.
+    """
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        exchange: Exchange,
+        collector: OutputCollector,
+        choices: list[PendingChoice],
+        *,
+        reminds: bool = False,
+    ) -> None:
+        self._engine, self._gone, self._collector, self._choices = engine, exchange.gone, collector, choices
+        self._reminds = reminds
+        self.silent = True  # nothing was written since the timer was set
+        self._late_at = choices[0].deadline + LATE_S
+        self._gone.add_done_callback(self._leave)
+        self._set_timer()
+
+    def __enter__(self) -> None:
         pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._timer.cancel()
+        self._gone.remove_done_callback(self._leave)
+        self._engine.cancel(self._choices)
+
+    def _leave(self, _gone: asyncio.Future[None]) -> None:
+        self._engine.cancel(self._choices)
+        self._collector.close()
+
+    def _set_timer(self) -> None:
+        wait = self._late_at - time.monotonic()
+        wait = min(wait, KEEP_ALIVE_S / 2) if self._reminds else wait
+        self._timer = asyncio.get_running_loop().call_later(wait, self._look)
+
+    def _look(self) -> None:
+        if not self._reminds or time.monotonic() >= self._late_at:
+            for index, choice in enumerate(self._choices):
+                self._collector.put(index, ChoiceDelta(error=deadline_error(choice)))
+            return
+        if self.silent:
+            self._collector.remind()
+        self.silent = True
+        self._set_timer()
 
 
 class RequestMiddleware:
-    """For every request: API key, request id, log line, and the answer to an internal error."""
+    """For every request: API key, request id, log line, and the answer to an internal error.
 
-    def __init__(self, app: ASGIApp, settings: ApiSettings) -> None:
-        self.app = app
+    `handlers` are those of POST by path; all other requests go to `app`.
+    """
+
+    def __init__(self, app: ASGIApp, handlers: dict[str, Handler], settings: ApiSettings) -> None:
+        self.app, self._handlers = app, handlers
         self._keys = [key.encode() for key in settings.api_keys]
         self._hosts = None if self._keys else settings.hosts
 
@@ -582,16 +644,15 @@ class RequestMiddleware:
         request_id = given.decode("latin-1") if 0 < len(given) <= 64 and given.isalnum() else secrets.token_hex(8)
         # Whose turn the request takes where clients wait for each other.
         key = hashlib.blake2b(headers.get(b"authorization", b""), digest_size=8).hexdigest() if self._keys else ""
-        note: dict[str, Any] = {"client": f"{key} {network_of(scope['client'][0]) if scope.get('client') else ''}"}
-        note["send"] = send  # for parts of a stream, which no middleware looks at
-        scope["shoestring"] = note
+        client = f"{key} {network_of(scope['client'][0]) if scope.get('client') else ''}"
+        note = scope["shoestring"] = RequestNote(client, headers, scope["exchange"], send)
         status = 0
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", []), (b"x-request-id", request_id.encode())]
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
             await send(message)
 
         try:
@@ -612,6 +673,12 @@ class RequestMiddleware:
                     headers={"WWW-Authenticate": "Bearer"},
                 )
                 await _error_response(None, error)(scope, receive, send_with_id)
+            elif scope["method"] == "POST" and (handler := self._handlers.get(scope["path"])) is not None:
+                try:
+                    response = await handler(Request(scope, receive, send))
+                except ApiError as error:
+                    response = _error_response(None, error)
+                await response(scope, receive, send_with_id)
             else:
                 await self.app(scope, receive, send_with_id)
         except ClientDisconnect:  # before its whole body arrived
@@ -622,7 +689,7 @@ class RequestMiddleware:
                 failed = ApiError(500, f"internal error; the server's log says more (request {request_id})")
                 await _error_response(None, failed)(scope, receive, send_with_id)
         finally:
-            _log_line(scope, request_id, status, time.monotonic() - began, note.get("response"))
+            _log_line(scope, request_id, status, time.monotonic() - began, note.response)
 
     def _allowed(self, path: str, authorization: bytes) -> bool:
         if not self._keys or path in OPEN_PATHS:
@@ -652,6 +719,11 @@ def is_known_host(header: str, names: tuple[str, ...]) -> bool:
     own. Its requests carry that name. An address cannot be rebound, and only a browser sends a Host against its user's
     will, so a request without one is let in.
     """
+    return (_is_known if len(header) <= MAX_HOST else _is_known.__wrapped__)(header, names)
+
+
+@lru_cache(maxsize=1024)
+def _is_known(header: str, names: tuple[str, ...]) -> bool:
     name = header.rsplit(":", 1)[0] if header.rpartition(":")[2].isdecimal() else header
     name = name.lower().rstrip(".")
     if not name or "*" in names or name in names or name == "localhost" or name.endswith(".localhost"):

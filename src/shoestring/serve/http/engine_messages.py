@@ -287,6 +287,7 @@ def add_frame(choices: Sequence[PendingChoice]) -> bytes:
     return frame(["add", named, [len(ids) for ids in lists.values()]], binary)
 
 
+_NO_RULES = LogitRules()
 _SENT = ("id", "deadline", "score_prompt", "no_new_tokens", "client", "arrived")
 _PLAIN = ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "stop", "ignore_eos", "num_logprobs")
 
@@ -321,7 +322,7 @@ def grammar_sources(given: Sequence[Any]) -> list[GrammarSource]:
 def _sampling_json(sampling: SamplingWithRules) -> dict[str, Any]:
     fields = {name: getattr(sampling, name) for name in _PLAIN}
     fields["shown_special"] = sorted(sampling.shown_special)
-    if sampling.rules != LogitRules():
+    if sampling.rules != _NO_RULES:
         fields["rules"] = asdict(sampling.rules)
     if sampling.grammar is not None:
         assert isinstance(sampling.grammar, GrammarSource), "the engine's process has the grammars"

@@ -299,6 +299,7 @@ class EngineConnection(asyncio.Protocol):
         self._gone: ApiError | None = None  # why the engine's process answers no more
         self._tickets = itertools.count()
         self._asked: dict[int, Future[bytes]] = {}
+        self._unsent: list[bytes] = []  # frames of this turn of the event loop
 
     async def open(self, connection: socket.socket, client: EngineClient, http: HttpServer) -> None:
         self._loop, self._client, self._http = asyncio.get_running_loop(), client, http
@@ -307,18 +308,28 @@ class EngineConnection(asyncio.Protocol):
         self._transport, _ = await self._loop.create_connection(lambda: self, sock=connection)
 
     def say_started(self) -> None:
-        self._transport.write(frame(["started"]))
+        self._send(frame(["started"]))
 
     def post(self, message: Message) -> None:
         if message[0] == "add":
-            self._transport.write(add_frame(message[1]))
+            self._send(add_frame(message[1]))
         elif message[0] == "abort":
-            self._transport.write(frame(["abort", error_json(message[1])]))
+            self._send(frame(["abort", error_json(message[1])]))
         else:
-            self._transport.write(frame(message))
+            self._send(frame(message))
+
+    def _send(self, data: bytes) -> None:
+        """Requests that came together go together: one system call for all, here and in the engine's process."""
+        if not self._unsent:
+            self._loop.call_soon(self._flush)
+        self._unsent.append(data)
+
+    def _flush(self) -> None:
+        self._transport.write(b"".join(self._unsent))
+        self._unsent.clear()
 
     def count_rejected(self) -> None:
-        self._transport.write(frame(["rejected"]))
+        self._send(frame(["rejected"]))
 
     def metrics_text(self) -> bytes:
         return self.ask("metrics")
@@ -330,7 +341,7 @@ class EngineConnection(asyncio.Protocol):
 
         def send() -> None:
             if self._gone is None:
-                self._transport.write(frame([kind, ticket, *given]))
+                self._send(frame([kind, ticket, *given]))
             else:
                 answer.set_exception(self._gone)
 

@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -58,7 +59,6 @@ class HttpServer:
         signals: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGINT),
     ) -> None:
         self.client, self._drain_s, self._listener = client, options.drain_s, listener
-        logging.getLogger("uvicorn.error").addFilter(_no_cancellation)
         settings = ApiSettings(
             name,
             options.api_keys,
@@ -117,11 +117,6 @@ class HttpServer:
         self.client.abort_all(ApiError(503, "the server shut down before this text was finished", code="draining"))
 
 
-def _no_cancellation(record: logging.LogRecord) -> bool:
-    """For the log of uvicorn, which shows a traceback for every answer that the second Ctrl-C cuts off."""
-    return record.exc_info is None or not isinstance(record.exc_info[1], asyncio.CancelledError)
-
-
 class _Server(uvicorn.Server):
     """uvicorn's server, which reports when it begins to drain and when it must not wait any longer, and does not exit
     by the signal afterwards."""
@@ -168,9 +163,27 @@ def _host_names(options: ServeOptions) -> tuple[str, ...]:
     return (options.host.lower(), socket.gethostname().lower(), *(name.rsplit(":", 1)[0] for name in given))
 
 
+class _LineFormatter(logging.Formatter):
+    """`%(asctime)s %(levelname)s %(message)s`; the time of day is written once a second, not for every line."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(message)s")
+        self._second, self._shown = -1, ""
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
+        if int(record.created) != self._second:
+            self._second = int(record.created)
+            self._shown = time.strftime(self.default_time_format, time.localtime(self._second))
+        return f"{self._shown},{int(record.msecs):03d}"
+
+
 def log_to_stderr() -> None:
+    """For a process of the server's own: there is a line for every request, so a record finds out nothing (file and
+    line, thread, process) that the lines do not show."""
+    logging._srcfile = None  # type: ignore[attr-defined]  # as the manual of logging says
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    handler.setFormatter(_LineFormatter())
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     log.propagate = False

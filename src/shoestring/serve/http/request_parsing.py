@@ -304,8 +304,8 @@ def _prompt_ids(prompt: str | list[int], tokenizer: Tokenizer, num_new: int, lim
 
 
 def check_ids(ids: Sequence[int], limits: Limits, param: str) -> None:
-    bad = next((t for t in ids if not 0 <= t < limits.vocab_size), None)
-    if bad is not None:
+    if ids and (min(ids) < 0 or max(ids) >= limits.vocab_size):
+        bad = next(t for t in ids if not 0 <= t < limits.vocab_size)
         shown = str(bad) if abs(bad) < 10**18 else "a huge number"
         raise ApiError(400, f"{param} has token id {shown}; this model's are 0 to {limits.vocab_size - 1}", param=param)
 

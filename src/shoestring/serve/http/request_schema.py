@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 import reprlib
 from dataclasses import dataclass
+from functools import cache
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
@@ -113,8 +114,13 @@ class Body(BaseModel):
         return value
 
     @classmethod
+    @cache
+    def _known(cls) -> list[str]:
+        return [name for name in cls.model_fields if name not in cls.NEUTRAL]
+
+    @classmethod
     def parse(cls, raw: dict[str, Any]) -> Any:
-        known = [name for name in cls.model_fields if name not in cls.NEUTRAL]
+        known = cls._known()
         _check_entries(raw, "logit_bias", MAX_BIASES)
         _check_entries(raw, "stream_options", MAX_STREAM_OPTIONS)
         kept = {}
@@ -478,7 +484,7 @@ def has_much_structure(body: bytes) -> bool:
     def count(begin: int, end: int) -> int:
         return sum(body.count(mark, begin, end) for mark in (b"[", b"{", b":"))
 
-    if count(0, len(body)) <= MAX_STRUCTURE:
+    if len(body) <= MAX_STRUCTURE or count(0, len(body)) <= MAX_STRUCTURE:
         return False
     num = at = 0
     for string in _STRING.finditer(body):
@@ -514,7 +520,7 @@ def _explained(error: ValidationError) -> ApiError:
 
 
 def are_ids(value: Any) -> bool:
-    return isinstance(value, list) and all(type(t) is int for t in value)
+    return isinstance(value, list) and set(map(type, value)) <= {int}  # a bool is none
 
 
 def _is_prompt(value: Any) -> bool:

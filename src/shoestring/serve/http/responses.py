@@ -15,7 +15,6 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -98,6 +97,10 @@ class CompletionResponse:
         self.id = ("chatcmpl-" if self.chat else "cmpl-") + secrets.token_hex(12)
         self.created = int(time.time())
         self._num_done = 0
+        self._is_plain = not self.logprobs and not self.mark_drafts  # most events tell a text and nothing else
+        kind = "chat.completion.chunk" if self.chat else "text_completion"
+        # What all chunks begin with; without the closing brace.
+        self._chunk_head = f'{{"id":"{self.id}","object":"{kind}","created":{self.created},"model":{QUOTE(self.model)}'
         make = None if self.tools is None else self.tools.parser
         self.choices = [Choice(parser=None if make is None else make()) for _ in range(len(self.prompts) * self.n)]
 
@@ -238,11 +241,6 @@ class CompletionResponse:
         pairs = zip(delta.token_ids, delta.drafted, strict=True)
         return {"tokens": [{"bytes": list(self.token_bytes(t)), "drafted": d} for t, d in pairs]}
 
-    @cached_property
-    def _is_plain(self) -> bool:
-        """Whether most events tell a text and nothing else."""
-        return not self.logprobs and not self.mark_drafts
-
     def _text_event(self, index: int, text: str) -> str:
         """What `_event` writes of a text alone, in a third of the time."""
         told = f'"delta":{{"content":{QUOTE(text)}}}' if self.chat else f'"text":{QUOTE(text)}'
@@ -251,14 +249,9 @@ class CompletionResponse:
         return f'data: {self._chunk_head},"choices":[{choice}]{more}}}\n\n'
 
     def _event(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> str:
-        told = written(choices) if self.logprobs or self.mark_drafts else ENCODE(choices)
-        more = f',"usage":{ENCODE(usage)}' if self.include_usage else ""
+        told = ENCODE(choices) if self._is_plain else written(choices)
+        more = f',"usage":{"null" if usage is None else ENCODE(usage)}' if self.include_usage else ""
         return f'data: {self._chunk_head},"choices":{told}{more}}}\n\n'
-
-    @cached_property
-    def _chunk_head(self) -> str:
-        """What all chunks begin with; without the closing brace."""
-        return ENCODE(self._head("chat.completion.chunk" if self.chat else "text_completion"))[:-1]
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}

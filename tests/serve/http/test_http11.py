@@ -1,0 +1,302 @@
+"""HTTP/1.1 as the connection speaks it, with either parser: what clients may rely on, and what they may not do."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPResponse
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+httpx = pytest.importorskip("httpx")
+from http_cases import connection_cases, outcome_of_connection  # noqa: E402
+from http_harness import receive_all  # noqa: E402
+from outcomes import Tally  # noqa: E402
+from serving import PARSERS, reading_with, running, wait_for  # noqa: E402
+
+from shoestring.serve.http import connection  # noqa: E402
+from shoestring.serve.http.connection import MAX_HEADER, MAX_PIPELINED, Exchange  # noqa: E402
+from shoestring.serve.http.h11_parser import H11Parser  # noqa: E402
+
+TEXT = "/v1/completions"
+HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+@pytest.fixture(scope="module", params=PARSERS)
+def service(request: pytest.FixtureRequest) -> Iterator[Any]:
+    limits = {"max_requests": 4, "max_context": 4096, "header_timeout_s": 0.5, "body_timeout_s": 0.6}
+    with reading_with(request.param), running(**limits) as started:
+        yield started
+
+
+def connect(service: Any) -> socket.socket:
+    url = httpx.URL(service.url)
+    return socket.create_connection((url.host, url.port), timeout=30)
+
+
+def asked(*more: str, version: str = "1.1", **body: object) -> bytes:
+    """A whole request for a text."""
+    content = json.dumps({"prompt": "a", "max_tokens": 2, "ignore_eos": True, **body})
+    length = [] if any(line.startswith("Transfer-Encoding") for line in more) else [f"Content-Length: {len(content)}"]
+    lines = [f"POST {TEXT} HTTP/{version}", "Host: localhost", "Content-Type: application/json", *length, *more]
+    if not length:
+        content = f"5\r\n{content[:5]}\r\n{len(content) - 5:X};name=x\r\n{content[5:]}\r\n0\r\nX-Trailer: y\r\n\r\n"
+    return ("\r\n".join(lines) + "\r\n\r\n" + content).encode()
+
+
+def answer(client: socket.socket, method: str = "POST") -> tuple[HTTPResponse, bytes]:
+    """The only one that is on its way: the library reads ahead."""
+    found = HTTPResponse(client, method=method)
+    found.begin()
+    return found, found.read()
+
+
+def all_answers(client: socket.socket) -> bytes:
+    received = b""
+    while part := client.recv(65536):
+        received += part
+    return received
+
+
+def test_one_connection_carries_many_requests(service: Any) -> None:
+    with connect(service) as client:
+        for more in ({}, {"stream": True}, {"max_tokens": -1}, {"stream": True, "n": 2}, {}):
+            client.sendall(asked(**more))
+            found, body = answer(client)
+            assert found.status == (400 if more.get("max_tokens") else 200)
+            assert body.endswith(b"data: [DONE]\n\n") == bool(more.get("stream")) and not found.will_close
+            assert len(found.getheader("x-request-id", "")) == 16 and found.getheader("date")
+
+
+def test_a_connection_without_requests_is_closed_later(service: Any) -> None:
+    with connect(service) as client:
+        client.sendall(HEALTH)
+        assert answer(client, "GET")[1] == b'{"status":"ok"}'
+        assert all_answers(client) == b""
+
+
+def test_bytes_of_a_request_may_come_one_by_one(service: Any) -> None:
+    with connect(service) as client:
+        for byte in asked(stream=True):
+            client.sendall(bytes([byte]))
+        assert answer(client)[0].status == 200
+
+
+def test_a_body_in_chunks_with_names_and_trailers(service: Any) -> None:
+    with connect(service) as client:
+        for _ in range(2):
+            client.sendall(asked("Transfer-Encoding: chunked"))
+            assert answer(client)[0].status == 200
+
+
+def test_requests_that_do_not_wait_for_answers_are_answered_in_order(service: Any) -> None:
+    with connect(service) as client:
+        client.sendall(asked(max_tokens=30, stream=True) + HEALTH + asked("Connection: close"))
+        received = all_answers(client)
+    assert received.count(b"HTTP/1.1 200 OK") == 3
+    assert received.index(b"[DONE]") < received.index(b'{"status":"ok"}') < received.index(b'"usage":{')
+
+
+def test_so_many_of_them_and_no_more(service: Any) -> None:
+    with connect(service) as client:
+        client.sendall(asked() + HEALTH * (MAX_PIPELINED + 5))
+        received = all_answers(client)
+    assert received.count(b"HTTP/1.1 200 OK") == 1 + MAX_PIPELINED
+    assert received.count(b"connection: close") == 1
+
+
+def test_who_leaves_with_requests_on_the_way_is_noticed(service: Any) -> None:
+    with connect(service) as client:
+        client.sendall(asked(max_tokens=4000, stream=True) + asked(max_tokens=4000))
+        assert client.recv(10)
+        assert service.client.num_open == 1
+    wait_for(lambda: service.client.num_open == 0)
+    assert service.engine.stats.num_steps < 4000
+
+
+def test_the_answer_to_head_is_a_header(service: Any) -> None:
+    with connect(service) as client:
+        client.sendall(HEALTH.replace(b"GET", b"HEAD"))
+        found, body = answer(client, "HEAD")
+        assert (found.status, body) == (405, b"") and int(found.getheader("content-length", "0")) > 0
+        client.sendall(HEALTH)
+        assert answer(client, "GET")[1] == b'{"status":"ok"}'
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_older_client_is_answered_without_chunks(service: Any, stream: bool) -> None:
+    with connect(service) as client:
+        client.sendall(asked(version="1.0", stream=stream).replace(b"Host: localhost\r\n", b""))
+        head, _, body = all_answers(client).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200") and b"connection: close" in head and b"chunked" not in head
+    assert body.startswith(b"data: {") and body.endswith(b"data: [DONE]\n\n") if stream else json.loads(body)
+
+
+def test_a_client_that_wants_to_be_asked_for_its_body_is(service: Any) -> None:
+    head, _, body = asked("Expect: 100-continue").partition(b"\r\n\r\n")
+    with connect(service) as client:
+        client.sendall(head + b"\r\n\r\n")
+        assert client.recv(100) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        client.sendall(body)
+        assert answer(client)[0].status == 200
+        client.sendall(head.replace(b"application/json", b"text/plain") + b"\r\n\r\n")  # refused without its body
+        assert answer(client)[0].status == 415
+
+
+def test_a_wish_for_another_protocol_is_not_heard(service: Any) -> None:
+    """Some clients offer HTTP/2 with every request, and send its body as ever."""
+    upgrade = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAEAAEAA")
+    sent = asked(*upgrade)
+    with connect(service) as client:
+        for parts in ([sent], [sent[:-10], sent[-10:]], [asked(*upgrade, "Transfer-Encoding: chunked")], [asked()]):
+            for data in parts:
+                client.sendall(data)
+                time.sleep(0.05)
+            found, body = answer(client)
+            assert found.status == 200 and json.loads(body)["choices"]
+        client.sendall(b"CONNECT localhost:80 HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert answer(client)[0].status == 404
+
+
+def test_no_body_is_read_after_the_last_request(service: Any) -> None:
+    with connect(service) as client:
+        client.sendall(asked("Connection: close") + b"\r\n\0garbage" + asked())
+        received = all_answers(client)
+    assert received.count(b"HTTP/1.1 ") == received.count(b"connection: close") == 1 and b" 200 " in received
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"GET /health HTTP/1.1\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nA b: c\r\n\r\n",
+        b"GET /hea\xc3\xa4lth HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"GET /health\r\n\r\n",
+        b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n{}",
+    ],
+)
+def test_what_is_not_http_is_said_to_be(service: Any, sent: bytes) -> None:
+    with connect(service) as client:
+        client.sendall(sent)
+        head, _, body = all_answers(client).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400") and b"connection: close" in head
+    assert body == b"Invalid HTTP request received."
+
+
+def test_a_header_has_a_size(service: Any) -> None:
+    line = b"X-Filler: " + b"x" * 1000 + b"\r\n"
+    with connect(service) as client:
+        client.sendall(HEALTH[:-2] + line * (MAX_HEADER // len(line) - 1) + b"\r\n")
+        assert answer(client, "GET")[0].status == 200
+        client.sendall(HEALTH[:-2])
+        refused = b""
+        for _ in range(400):
+            try:
+                client.sendall(line)
+            except OSError:
+                break
+        try:
+            refused = client.recv(100)
+        except ConnectionResetError:  # the answer was dropped with what the server did not read
+            refused = b" 400 "
+        assert b" 400 " in refused
+
+
+def test_a_request_may_follow_the_end_of_a_long_body(service: Any) -> None:
+    """Its header is not taken for one of as many bytes as came with it."""
+    with connect(service) as client:
+        client.sendall(asked(prompt="a" * 100_000).replace(TEXT.encode(), b"/tokenize") + HEALTH[:20])
+        assert answer(client)[0].status == 400  # /tokenize takes no max_tokens
+        client.sendall(HEALTH[20:])
+        assert answer(client, "GET")[0].status == 200
+
+
+def test_hostile_connections(service: Any, caplog: pytest.LogCaptureFixture) -> None:
+    url, tally = httpx.URL(service.url), Tally("connections")
+    cases = list(connection_cases(seed=3, num=66))
+    with ThreadPoolExecutor(16) as pool:
+        found = pool.map(lambda case: receive_all(url.host, url.port, case.parts, case.leaves), cases)
+        for case, received in zip(cases, found, strict=True):
+            outcome, told = ("hang", "") if received is None else outcome_of_connection(received)
+            tally.add(outcome, case.name, told)
+    tally.check()
+    assert tally.counts["ok"] > 5 and tally.counts["clean"] > 10
+    assert "Traceback" not in caplog.text and "a connection broke" not in caplog.text
+    wait_for(lambda: service.client.num_open == 0 and not service.server.server_state.connections)
+
+
+# -- without a server --------------------------------------------------------------------------------------
+
+
+class Pipe:
+    """A connection that keeps what is written."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.flow = SimpleNamespace(write_paused=False)
+        self.transport, self.written, self.default_headers = self, list[bytes](), [(b"date", b"today")]
+        self.answered: list[Exchange] = []
+        self.write, self.on_answered = self.written.append, self.answered.append
+
+
+def exchange() -> tuple[Exchange, Pipe]:
+    pipe = Pipe()
+    scope = {"method": "POST", "http_version": "1.1", "path": "/"}
+    return Exchange(pipe, scope, keep_alive=True, expects_continue=False), pipe  # type: ignore[arg-type]
+
+
+def start(*headers: tuple[bytes, bytes]) -> dict[str, Any]:
+    return {"type": "http.response.start", "status": 200, "headers": headers}
+
+
+def part(body: bytes, more: bool = False) -> dict[str, Any]:
+    return {"type": "http.response.body", "body": body, "more_body": more}
+
+
+def test_a_header_is_written_with_the_first_part_and_the_end_with_the_last() -> None:
+    async def talk() -> None:
+        one, pipe = exchange()
+        await one.send(start())
+        assert pipe.written == []
+        await one.send(part(b"first", more=True))
+        await one.send(part(b"last"))
+        head = b"HTTP/1.1 200 OK\r\ndate: today\r\ntransfer-encoding: chunked\r\n\r\n"
+        assert pipe.written == [head + b"5\r\nfirst\r\n", b"4\r\nlast\r\n0\r\n\r\n"]
+        assert pipe.answered == [one] and await one.receive() == {"type": "http.disconnect"}
+
+    asyncio.run(talk())
+
+
+def test_a_response_that_would_break_the_connection_is_not_written() -> None:
+    async def talk() -> None:
+        one, pipe = exchange()
+        with pytest.raises(RuntimeError, match="line break"):
+            await one.send(start((b"x", b"a\r\nb: c")))
+        one, pipe = exchange()
+        await one.send(start((b"content-length", b"3")))
+        with pytest.raises(RuntimeError, match="as long as its header says"):
+            await one.send(part(b"ab"))
+        one.lose()
+        await one.send(part(b"abc"))  # nobody is there
+        assert pipe.written == []
+
+    asyncio.run(talk())
+
+
+def test_without_httptools_the_parser_is_h11(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "httptools", None)
+    spec = importlib.util.spec_from_file_location("connection_without_httptools", connection.__file__)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    assert module.make_parser is H11Parser
