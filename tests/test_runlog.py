@@ -176,6 +176,43 @@ def test_progress_without_a_terminal_ends_with_one_line(capsys: pytest.CaptureFi
     assert capsys.readouterr().out == "training: 4/4 in 0s loss 1.235\n"
 
 
+def test_a_bar_ends_full(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the total was an estimate: too large, too small, or nothing was to be counted."""
+    for given, steps in ((10, 3), (2, 3)):
+        with RunLog(None).progress(given, "searching") as bar:
+            for _ in range(steps):
+                bar.advance(1)
+                assert bar.done <= bar.total
+            bar.expect(bar.done)
+        assert capsys.readouterr().out == "searching: 3/3 in 0s\n"
+    with RunLog(None).progress(4, "training") as bar:
+        bar.advance(3)
+        bar.expect(2)  # never fewer than were counted
+    assert capsys.readouterr().out == "training: 3/3 in 0s\n"
+    with RunLog(None).progress(0, "nothing") as bar:
+        bar.expect(bar.done)
+    assert capsys.readouterr().out == ""
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    with RunLog(None).progress(10, "searching") as bar:
+        bar.advance(12)
+        bar.advance(1)
+        bar.expect(bar.done)
+        task = bar.bar.tasks[0]  # type: ignore[attr-defined]
+    assert task.finished and (task.completed, task.total) == (13, 13)
+
+
+def test_a_bar_that_takes_longer_than_expected_goes_on_speaking(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = itertools.count(0.0, 20.0)
+    monkeypatch.setattr("time.monotonic", lambda: next(clock))
+    with RunLog(None).progress(2, "searching") as bar:
+        for _ in range(4):
+            bar.advance(1)
+    said = [line.split()[1] for line in capsys.readouterr().out.splitlines()]
+    assert said == ["1/2", "3/3", "4/4"]
+
+
 def test_run_folders_never_collide(tmp_path: Path) -> None:
     folders = {new_run_folder("train/dense", tmp_path) for _ in range(5)}
     assert len(folders) == 5

@@ -170,8 +170,9 @@ class RunLog:
 
     @contextmanager
     def progress(self, total: int, description: str) -> Iterator[ProgressBar]:
-        """A bar on a terminal, a plain line every ten seconds elsewhere, nothing on the other ranks."""
-        if not self.main or self.quiet:
+        """A bar on a terminal, a plain line every ten seconds elsewhere, nothing on the other ranks and where there is
+        nothing to count (total=0)."""
+        if not self.main or self.quiet or total == 0:
             yield ProgressBar(total, description)
         elif sys.stdout.isatty():
             yield from _rich_progress(total, description)
@@ -196,7 +197,8 @@ def import_tracker(name: str) -> Any:
 
 
 class ProgressBar:
-    """Counts, and shows nothing."""
+    """Counts, and shows nothing. `total` may be an estimate: it grows where more is counted, and `expect` corrects it,
+    at the end with what was counted."""
 
     def __init__(self, total: int, description: str) -> None:
         self.total, self.description = total, description
@@ -205,7 +207,12 @@ class ProgressBar:
 
     def advance(self, n: int = 1, **fields: Any) -> None:
         self.done += n
+        self.total = max(self.total, self.done)
         self.fields.update(fields)
+
+    def expect(self, total: int) -> None:
+        """Another total than the bar was opened with."""
+        self.total = max(total, self.done)
 
     def text(self) -> str:
         return " ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in self.fields.items())
@@ -219,19 +226,22 @@ class _PlainProgress(ProgressBar):
     def __init__(self, total: int, description: str) -> None:
         super().__init__(total, description)
         self.started = self.said = time.monotonic()
-        self.last_said = 0
+        self.given, self.last_said = total, ""
 
     def advance(self, n: int = 1, **fields: Any) -> None:
         super().advance(n, **fields)
-        if time.monotonic() - self.said >= PLAIN_PROGRESS_SECONDS and self.done < self.total:
+        if time.monotonic() - self.said >= PLAIN_PROGRESS_SECONDS and self.done != self.given:  # `finish` says that
             self._say()
 
     def finish(self) -> None:
-        if self.done > self.last_said:
+        if self.done and self._counted() != self.last_said:
             self._say()
 
+    def _counted(self) -> str:
+        return f"{self.done}/{self.total} {self.text()}"
+
     def _say(self) -> None:
-        self.said, self.last_said = time.monotonic(), self.done
+        self.said, self.last_said = time.monotonic(), self._counted()
         seconds = self.said - self.started
         print(f"{self.description}: {self.done}/{self.total} in {seconds:.0f}s {self.text()}".rstrip(), flush=True)
 
@@ -243,7 +253,11 @@ class _RichProgress(ProgressBar):
 
     def advance(self, n: int = 1, **fields: Any) -> None:
         super().advance(n, **fields)
-        self.bar.update(self.task, advance=n, text=self.text())
+        self.bar.update(self.task, advance=n, total=self.total, text=self.text())
+
+    def expect(self, total: int) -> None:
+        super().expect(total)
+        self.bar.update(self.task, total=self.total)
 
 
 def _rich_progress(total: int, description: str) -> Iterator[ProgressBar]:

@@ -528,6 +528,39 @@ def test_eval_reports_what_the_evals_compute(cli: Cli, model_folder: Path, tmp_p
     assert f"{perplexity(loaded.model, tokens, context=64).value:.4g}" in without.out
 
 
+def test_progress_ends_at_its_total(
+    cli: Cli, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SHOESTRING_CACHE", str(tmp_path / "cache"))
+    Path("some.txt").write_text(TEXT)
+    rows = [{"text": f"{i} {TEXT[:300]}"} for i in range(30)] + [{"text": " "}] * 9
+    Path("some.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    of = f"model={model_folder}"
+    eval_text = ("text=some.txt", "max_tokens=200")
+    calib = ("calib=some.jsonl", "calib_windows=2", "calib_context=16")
+    skips = ("run", "shrink/skip_set", of, "context=32", *calib, *eval_text)
+    train = ("data=some.jsonl", "vocab_size=280", "steps=3", "batch=2", "context=16", "eval_every=0", "device=cpu")
+    bars = {
+        ("eval", model_folder, "--text", "some.txt", "--context", 16): {"perplexity"},
+        ("eval", model_folder, "--text", "some.txt", "--context", 16, "--stride", 8): {"perplexity"},
+        (*skips, "method=measured", "run=1"): {"tokenise", "measured: trials", "perplexity"},
+        (*skips, "method=adaskip", "run=2"): {"perplexity"},  # there are no trials, and the text is tokenised
+        ("run", "shrink/ptq", of, "method=rtn", "format=int4:g32", *eval_text, "run=3"): {"perplexity"},
+        ("run", "shrink/ptq", of, "method=gptq", "format=int4:g32", *calib, *eval_text, "run=4"): {
+            *("tokenise", "gptq by block", "perplexity")
+        },
+        ("run", "shrink/prune24", of, "method=magnitude", "train=none", *eval_text, "run=5"): {"perplexity"},
+        ("run", "train/dense", *train, "run=6"): {"tokenizer", "tokenise", "train", "perplexity"},
+    }
+    for argv, expected in bars.items():
+        shown = cli(*argv)
+        assert shown.code == 0, shown
+        found = re.findall(r"^(.+?): (\d+)/(\d+) in \d+s", shown.out, re.MULTILINE)
+        assert {name for name, _, _ in found} == expected, shown.out
+        assert all(done == total != "0" for _, done, total in found), found
+
+
 def test_inspect_shows_formats_per_layer(cli: Cli, model_folder: Path, packed_folder: Path) -> None:
     dense, packed = cli("inspect", model_folder).out, cli("inspect", packed_folder).out
     assert "model.layers.*.mlp.up_proj.weight" in dense and "f32" in dense

@@ -16,6 +16,7 @@ import pytest
 
 from shoestring.errors import UserError
 from shoestring.model.tokenizer import Tokenizer
+from shoestring.runlog import ProgressBar
 from shoestring.train import shards
 from shoestring.train.corpus import Document, documents
 from shoestring.train.shards import in_validation, tokenize_corpus
@@ -67,17 +68,17 @@ def test_second_call_reads_the_cache(
 ) -> None:
     bars: dict[str, list[int]] = {}
 
-    class Bar:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def advance(self, n: int) -> None:
-            bars[self.name].append(n)
+    class Bar(ProgressBar):
+        def advance(self, n: int = 1, **fields: Any) -> None:
+            super().advance(n, **fields)
+            bars[self.description].append(n)
 
     @contextmanager
     def progress(total: int, description: str) -> Any:
         bars[description] = [-total]
-        yield Bar(description)
+        bar = Bar(total, description)
+        yield bar
+        assert bar.done == bar.total
 
     monkeypatch.setenv("SHOESTRING_CACHE", str(tmp_path / "home"))
     first = tokenize_corpus(str(source), vocab_size=300, progress=progress)
@@ -205,18 +206,20 @@ def test_error_midway_leaves_nothing(tmp_path: Path, tokenizer: Tokenizer) -> No
 WORKER = """
 import sys, time
 from contextlib import contextmanager
+from shoestring.runlog import ProgressBar
 from shoestring.train.shards import tokenize_corpus
 from shoestring.train import shards
 shards._BATCH_DOCUMENTS = 50
 
 @contextmanager
 def progress(total, description):
-    class Bar:
+    class Bar(ProgressBar):
         def advance(self, n):
+            super().advance(n)
             if description == "tokenise":
                 print(description, flush=True)
                 time.sleep(float(sys.argv[3]))
-    yield Bar()
+    yield Bar(total, description)
 
 corpus = tokenize_corpus(sys.argv[1], sys.argv[2], vocab_size=300, progress=progress)
 print("done", corpus.train.fingerprint, flush=True)

@@ -12,6 +12,7 @@ import torch
 
 from shoestring.errors import UserError
 from shoestring.model import Decoder, ModelSpec
+from shoestring.runlog import RunLog
 from shoestring.train.data import TokenData
 from shoestring.train.shards import TokenShards
 from shoestring.train.step import IGNORED, Micro
@@ -101,6 +102,18 @@ def test_a_killed_build_goes_on_and_ends_with_the_same_bytes(tmp_path: Path, mon
     assert passes == 2
     for name in ("ids", "logp", "tail", "target", "filled"):
         assert (tmp_path / f"cut/{name}.bin").read_bytes() == (tmp_path / f"whole/{name}.bin").read_bytes()
+
+
+@pytest.mark.parametrize("steps", [2, None])
+def test_the_bar_counts_what_the_steps_see(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], steps: int | None
+) -> None:
+    """Not the corpus: a run sees less of it, or ends an epoch with windows of the next."""
+    data = token_data(batch=3)  # 20 windows of 20 tokens
+    options = {"num_targets": len(data.shards), "k": 4, "progress": RunLog(None).progress}
+    build_cache(tmp_path / "cache", teacher(), one_epoch(data, steps), **options)  # type: ignore[arg-type]
+    counted = (steps or 7) * 3 * 20
+    assert capsys.readouterr().out.startswith(f"teacher: {counted}/{counted} in ")
 
 
 def test_more_steps_fill_more_rows(tmp_path: Path) -> None:

@@ -186,9 +186,13 @@ def measure_perplexity(
 
     batch = max(1, ROWS // max(1, context))
     with RunLog(None).progress(min(len(tokens), max_tokens or len(tokens)), "perplexity") as bar:
+
+        def progress(done: int, total: int) -> None:
+            bar.expect(total)  # fewer than tokens: the first of a window is not predicted
+            bar.advance(done - bar.done)
+
         options: dict[str, Any] = {"context": context, "stride": stride, "max_tokens": max_tokens, "batch": batch}
-        options["progress"] = lambda done, total: bar.advance(done - bar.done)
-        result = perplexity(model, tokens, **options, offload=offload)
+        result = perplexity(model, tokens, **options, progress=progress, offload=offload)
     return {
         "perplexity": round(result.value, 4),
         "num_tokens": result.num_tokens,

@@ -392,7 +392,8 @@ def quantize_blocks(
     log: RunLog,
 ) -> QuantizeReport:
     """`quantize` or `train_blocks`, with a progress bar and the error of each block in the log."""
-    with during(method.name), log.progress(len(model.blocks), f"{method.name} by block") as bar:
+    num_steps = 0 if calib_NT is None else len(model.blocks)  # without a text all layers are rounded at once
+    with during(method.name), log.progress(num_steps, f"{method.name} by block") as bar:
 
         def progress(done: int, total: int, error: float) -> None:
             log.log(done, output_error=error)

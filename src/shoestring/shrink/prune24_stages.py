@@ -306,7 +306,7 @@ def prune_one_shot(
     total = len(loaded.model.blocks)
     with (
         resumable(run.recipe, folder, lambda: f" after {files.count()} of {total} blocks"),
-        log.progress(total, f"{method.name} by block") as bar,
+        log.progress(0 if calib_NT is None else total, f"{method.name} by block") as bar,
     ):
         report = prune(
             loaded.model, rules, steps, method, files=files, onload_device=onload_device,

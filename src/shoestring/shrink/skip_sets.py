@@ -39,6 +39,7 @@ from shoestring.train.shards import tokenize_corpus
 
 Method = Literal["adaskip", "measured", "lossless", "early_exit", "unified"]
 MAX_BYTES = 4_000_000  # of a calibration corpus: windows are spread over these
+SEARCHED: tuple[Method, ...] = ("measured", "lossless")  # by trials
 NAMES = ("none", "adaskip", "measured", "lossless")
 QUICK_SPEEDUP = 1.2  # of `--skip adaskip` and `measured`
 DRAFT_SPEEDUP = 2.0  # where the search for a drafter ends
@@ -79,7 +80,7 @@ def find_set(model: Decoder, tokens_NT: Tensor, goal: SkipGoal, *, progress: Sea
     notes: dict[str, Any] = {"method": goal.method, "context": goal.context}
     choices: list[SearchStep] = []
     policy: SkipPolicy
-    if goal.method in ("measured", "lossless"):
+    if goal.method in SEARCHED:
         trials = Trials(model, tokens_NT, num_rows=min(goal.rows, tokens_NT.numel()))
         choices = search(
             trials, costs, speedup=goal.speedup, lookahead=goal.lookahead, name=goal.method, progress=progress

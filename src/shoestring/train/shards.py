@@ -187,9 +187,10 @@ def _train_tokenizer(folder: Path, read: _Read, vocab_size: int) -> None:
                 if not in_validation(document, read.val_fraction):
                     left -= document.num_bytes
                     yield (document.prompt or "") + document.text
-                bar.advance(document.num_bytes)
+                    bar.advance(document.num_bytes)
 
         trained = Tokenizer.train(_not_empty(texts(), read.given), vocab_size)
+        bar.expect(bar.done)  # the bytes of the files were an estimate
     trained.save(folder)
 
 
@@ -226,6 +227,7 @@ def _tokenize(folder: Path, read: _Read, tokenizer: Tokenizer) -> None:
                 split = "val" if in_validation(document, read.val_fraction) else "train"
                 writers[split].add(prompt, [*text, tokenizer.eos_id])
             bar.advance(sum(d.num_bytes for d in batch))
+        bar.expect(bar.done)  # files hold other bytes than their texts, and texts that are passed over
     if reading.num_documents == 0:
         raise UserError(f"{read.given} has no text to learn from; all its files are empty")
     if writers["train"].num_tokens == 0:

@@ -62,12 +62,28 @@ class TopK(NamedTuple):
     tail_logp_BT: Tensor  # fp32: log of the probability of all tokens that are not in ids
 
 
-def one_epoch(data: TokenData, steps: int | None = None) -> Iterator[Micro]:
+@dataclass(frozen=True)
+class Epoch:
+    """This rank's micro-batches of the first steps."""
+
+    data: TokenData
+    num_steps: int
+
+    def __iter__(self) -> Iterator[Micro]:
+        for step in range(self.num_steps):
+            yield from self.data.step(step)
+
+    @property
+    def num_targets(self) -> int:
+        """Over all ranks."""
+        return self.num_steps * self.data.tokens_per_step
+
+
+def one_epoch(data: TokenData, steps: int | None = None) -> Epoch:
     """This rank's micro-batches that hold every window once; of the first `steps` training steps only, where
     given: a run that ends within an epoch never sees the rest."""
     num_steps = -(-data.num_windows // data.batch)
-    for step in range(num_steps if steps is None else min(steps, num_steps)):
-        yield from data.step(step)
+    return Epoch(data, num_steps if steps is None else min(steps, num_steps))
 
 
 # -- building ------------------------------------------------------------------------------------------------
@@ -194,7 +210,7 @@ def _build(
         written.clear()
 
     open_bar = progress or RunLog(None, quiet=True).progress
-    with open_bar(num_targets, "teacher") as bar:
+    with open_bar(batches.num_targets if isinstance(batches, Epoch) else num_targets, "teacher") as bar:
         for micro in batches:
             rows = _rows(micro, num_targets)
             missing = len(rows) > 0 and not filled[rows].all()

@@ -34,7 +34,7 @@ from shoestring.evals.model_row import (
 from shoestring.model import load_model
 from shoestring.report import Curves, Section, Series, Table, Text, eval_table, run_sections, write_report
 from shoestring.runlog import RunLog, check_run_folder, open_run_folder, write_atomically
-from shoestring.shrink.skip_sets import FoundSet, SkipGoal, calibration, find_set, left_out
+from shoestring.shrink.skip_sets import SEARCHED, FoundSet, SkipGoal, calibration, find_set, left_out
 
 
 @dataclass(frozen=True)
@@ -89,13 +89,15 @@ def main(cfg: Config) -> Path:
     log = RunLog(folder)
     log.save_config(config_record("shrink/skip_set", cfg))
     num_all = 2 * loaded.spec.num_layers
-    expected = num_all + cfg.lookahead * round(num_all * (1 - 1 / cfg.speedup))
+    searches = cfg.method in SEARCHED
+    expected = num_all + cfg.lookahead * round(num_all * (1 - 1 / cfg.speedup)) if searches else 0
     with log.progress(expected, f"{cfg.method}: trials") as bar:
 
         def tick(done: int, num_skipped: int) -> None:
             bar.advance(1, skipped=num_skipped)
 
         found = find_set(loaded.model, calib_NT, wanted, progress=tick)
+        bar.expect(bar.done)  # how many sublayers must go for the speedup was an estimate
     for step, choice in enumerate(found.choices, start=1):
         log.log(step, kl=choice.damage.kl, agreement=choice.damage.agreement, speedup=choice.speedup)
     out = Path(cfg.out) if cfg.out else folder / "skip.json"
