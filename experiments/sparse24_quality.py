@@ -28,6 +28,10 @@ FST. --calls is a file with the arguments of one call a line, which are added to
 run side by side, in this order, each in a process of its own; one at a time they share a process, which saves half a
 minute a call.
 
+SIGTERM and Ctrl-C end the call, and all that it started with --calls: a row that trains is saved in --folder and said
+to be cut off, a row that is evaluated is completed and recorded, and no other begins. Rows and lines of --calls that
+were cut off come first in the next call with this --folder.
+
 gpt2-124m-short is the same with a quarter of the tokens, for comparing settings; no table of the method page shows it.
 gpt2-124m is GPT-2's small shape (12 blocks of width 768) with a vocabulary of 8,192, which is enough for Python: 92M
 parameters. At that width sparse products gain nothing; all of them are dense here. FST chooses new masks every 40
@@ -41,9 +45,9 @@ import argparse
 import fcntl
 import math
 import shlex
+import shutil
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -57,11 +61,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.processes import child_environment, take_turn
+from benchmarks.processes import POLL, end_child, start_child, stop_with_parent, take_turn
 from benchmarks.results import device_name, newest, record
 from benchmarks.train_sparse24 import Fp8Product, Fp8WeightGrad
 from experiments.python_corpus import open_prepared
 from experiments.sparse24_tables import BENCH, CASES, COSINE, SHORT, WSD
+from experiments.time_budget import Limits
 from experiments.trained_model import save_trained
 from shoestring.errors import Interrupted, UserError, as_command
 from shoestring.formats import Dense, Format, Parts, Sparse24, convert, init_state
@@ -92,6 +97,7 @@ THRICE = ("dense", "FST")  # rows with three seeds
 FINISH = 1 / 6  # of the steps that FST is dense
 DECAY = 2e-4  # of SR-STE, as published
 EVAL_BATCHES = 16
+CHECKPOINTS = "checkpoints"  # of a row that is not finished, in its folder
 PART = 8  # windows of the validation text in a part
 WARM = 3  # steps before a pace is timed
 GRACE = 120.0  # seconds after its time in which a call must have ended
@@ -271,13 +277,12 @@ def build(case: str, size: Size, corpus: Corpus, seed: int, folder: Path | None)
     return Run(model, adamw(model, lr=size.lr), mesh, RunLog(folder, quiet=True)), data
 
 
-def measure(
-    case: str, size: Size, corpus: Corpus, seed: int, folder: Path, deadline: Deadline, turn: Turn,
-    keep: Path | None,
-) -> dict[str, Any]:  # fmt: skip
-    """Train from the checkpoint in the folder; Interrupted when the time is over."""
+def train_row(
+    case: str, size: Size, corpus: Corpus, seed: int, folder: Path, deadline: Deadline, turn: Turn
+) -> tuple[Run, float]:
+    """The run and its seconds, from the checkpoint in the folder on; Interrupted when the time is over."""
     run, data = build(case, size, corpus, seed, folder)
-    checkpointer = Checkpointer(folder / "checkpoints", every=0, keep=1)
+    checkpointer = Checkpointer(folder / CHECKPOINTS, every=0, keep=1)
     spent = sum(row["slice_seconds"] for row in run.log.history if "slice_seconds" in row)
     began = time.perf_counter()
     try:
@@ -287,7 +292,13 @@ def measure(
     finally:
         turn.done()
         run.log.log(run.step, slice_seconds=time.perf_counter() - began)
-    seconds = round(spent + time.perf_counter() - began, 1)
+    return run, round(spent + time.perf_counter() - began, 1)
+
+
+def measure(
+    case: str, size: Size, corpus: Corpus, seed: int, run: Run, seconds: float, keep: Path | None
+) -> dict[str, Any]:
+    """What a trained row is."""
     rows = run.log.history
 
     def last(name: str, until: int = size.steps) -> float | None:
@@ -296,8 +307,8 @@ def measure(
 
     if keep is not None:
         assert isinstance(run.model, Decoder)
-        tokens = size.steps * data.tokens_per_step
-        save_trained(keep / folder.name, run.model, corpus, mesh=run.mesh, seed=seed, tokens=tokens)
+        tokens = size.steps * size.batch * size.context
+        save_trained(keep, run.model, corpus, mesh=run.mesh, seed=seed, tokens=tokens)
     rates = [(row["step"], row["flip_rate"]) for row in rows if "flip_rate" in row]
     by_part = validation_losses(run, corpus, size)
     return {
@@ -473,7 +484,13 @@ def size_of(args: argparse.Namespace) -> Size:
 
 def main() -> None:
     args = make_parser().parse_args()
-    ends = time.perf_counter() + args.seconds
+    limits = Limits(args.seconds)
+    stop_with_parent()
+    with limits.handled():
+        run_all(args, limits)
+
+
+def run_all(args: argparse.Namespace, limits: Limits) -> None:
     torch._dynamo.config.recompile_limit = 256  # rows of one call compile the same code with other formats
     if args.pace is not None and args.pace <= 2 * WARM + 1:
         raise UserError(f"--pace {args.pace} leaves no step to time: use {2 * WARM + 2} or more")
@@ -485,77 +502,130 @@ def main() -> None:
         corpus = tokenize_corpus("python", tokenizer=None, vocab_size=size.vocab_size, max_bytes=limit)
     print(f"{len(corpus.train):,} training tokens, corpus {corpus.train.fingerprint[:8]}", flush=True)
     if args.calls is not None:
-        run_calls(args.calls, args.at_once, corpus, ends)
+        run_calls(args.calls, args.at_once, corpus, limits)
     elif args.pace is not None:
         paces(rows_of(args.rows, args.cases, args.seeds), size, corpus, args.pace)
     else:
-        run_rows(args, corpus, ends)
+        run_rows(args, corpus, limits)
 
 
-def run_rows(args: argparse.Namespace, corpus: Corpus, ends: float) -> None:
+@dataclass(frozen=True)
+class Row:
+    """A row of a call."""
+
+    case: str
+    seed: int
+    label: str
+    folder: str
+
+    def __str__(self) -> str:
+        return f"{self.label}, seed {self.seed}"
+
+
+def rows_of_call(args: argparse.Namespace) -> list[Row]:
+    """In order: first those that an earlier call with this --folder left unfinished."""
+    size = size_of(args)
+    rows = []
+    for case, seed in rows_of(args.rows, args.cases, args.seeds):
+        label = label_of(case, size, args.refresh, args.lr)
+        rows.append(Row(case, seed, label, folder_of(args.size, size.schedule, label, seed)))
+    return sorted(rows, key=lambda row: not was_cut_off(args, row))
+
+
+def was_cut_off(args: argparse.Namespace, row: Row) -> bool:
+    return args.folder is not None and any((args.folder / row.folder / CHECKPOINTS).glob("step-*"))
+
+
+def run_rows(args: argparse.Namespace, corpus: Corpus, limits: Limits) -> None:
     """Train the rows of one call, one by one, and record them."""
     size = size_of(args)
     with tempfile.TemporaryDirectory() as temp:
-        for case, seed in rows_of(args.rows, args.cases, args.seeds):
-            config = config_of(case, args.size, size, corpus, seed)
-            label = label_of(case, size, args.refresh, args.lr)
-            if args.missing and is_known(label, config):
+        for row in rows_of_call(args):
+            config = config_of(row.case, args.size, size, corpus, row.seed)
+            if args.missing and is_known(row.label, config):
                 continue
-            if time.perf_counter() > ends:
-                print(f"left for the next call: {case}, seed {seed}", flush=True)
+            if limits.over:
+                print(f"left for the next call: {row}", flush=True)
                 continue
-            place = (args.folder or Path(temp)) / folder_of(args.size, size.schedule, label, seed)
-            deadline = Deadline(ends, size.steps, args.patience)
+            if was_cut_off(args, row):
+                print(f"{row}: was cut off in an earlier call and goes on", flush=True)
+            place = (args.folder or Path(temp)) / row.folder
+            deadline = Deadline(limits.ends, size.steps, args.patience)
             try:
-                found = measure(case, size, corpus, seed, place, deadline, Turn(args.turn), args.keep)
+                run, seconds = train_row(row.case, size, corpus, row.seed, place, deadline, Turn(args.turn))
             except Interrupted as told:
-                rate = deadline.pace * size.batch * size.context
-                row = f"{config['tokens'] / rate:.0f} s a row" if rate else "no pace yet"
-                print(f"{case}, seed {seed}: {deadline.reason or 'asked to stop'}; {rate:,.0f} tokens/s, {row}; {told}",
-                      flush=True)  # fmt: skip
+                if not deadline.reason:
+                    limits.ask()
+                print(cut_off(row, args, size, deadline, str(told)), flush=True)
                 continue
-            save(label, config, found, eval_batches(corpus, size) * size.batch * size.context)
+            with limits.patiently():
+                keep = None if args.keep is None else args.keep / row.folder
+                found = measure(row.case, size, corpus, row.seed, run, seconds, keep)
+                save(row.label, config, found, eval_batches(corpus, size) * size.batch * size.context)
+                shutil.rmtree(place, ignore_errors=True)
 
 
-def run_calls(path: Path, at_once: int, corpus: Corpus, ends: float) -> None:
-    """The calls of a file, each with this call's other arguments, so many side by side, until the time is over."""
+def cut_off(row: Row, args: argparse.Namespace, size: Size, deadline: Deadline, told: str) -> str:
+    """What to say about a row that is not finished; `told`: by the trainer."""
+    rate = deadline.pace * size.batch * size.context
+    pace = f"{rate:,.0f} tokens/s, {size.steps / deadline.pace:.0f} s a row" if rate else "no pace yet"
+    then = "first in the next call" if was_cut_off(args, row) else "nothing is left of it: --folder keeps it"
+    why = dict.fromkeys([deadline.reason or "asked to stop", told.partition(";")[0]])
+    return f"cut off: {row}: {'; '.join(why)}; {pace}; {then}"
+
+
+def run_calls(path: Path, at_once: int, corpus: Corpus, limits: Limits) -> None:
+    """The calls of a file, each with this call's other arguments, so many side by side, until the time is over. Those
+    with a row that was cut off come first."""
     given = without_options(sys.argv[1:], "--calls", "--at-once", "--seconds")
     lines = [shlex.split(line, comments=True) for line in path.read_text(encoding="utf-8").splitlines()]
 
     def call(own: Sequence[str]) -> None:
-        left = ends - time.perf_counter()
-        if left <= 0:
-            print(f"left out, the time is over: {shlex.join(own)}", flush=True)
+        if limits.over:
+            why = "asked to stop" if limits.asked else "the time is over"
+            print(f"left out, {why}: {shlex.join(own)}", flush=True)
         elif at_once == 1:
-            call_here([*given, *own], corpus, ends)
+            call_here([*given, *own], corpus, limits)
         else:
-            call_child([*given, *own], left)
+            call_child([*given, *own], limits)
 
-    calls = [own for own in lines if own]
+    def goes_on(own: Sequence[str]) -> bool:
+        args = make_parser().parse_args([*given, *own])
+        return any(was_cut_off(args, row) for row in rows_of_call(args))
+
+    calls = sorted((own for own in lines if own), key=lambda own: not goes_on(own))
     if at_once == 1:  # not in a thread: a row is stopped by a signal
         for own in calls:
             call(own)
         return
-    with ThreadPoolExecutor(at_once) as pool:
+    with limits.patiently(), ThreadPoolExecutor(at_once) as pool:
         list(pool.map(call, calls))
 
 
-def call_here(arguments: Sequence[str], corpus: Corpus, ends: float) -> None:
+def call_here(arguments: Sequence[str], corpus: Corpus, limits: Limits) -> None:
     try:
-        run_rows(make_parser().parse_args(arguments), corpus, ends)
+        run_rows(make_parser().parse_args(arguments), corpus, limits)
     except RuntimeError as error:  # no memory, for one; the next call may need less
         print(f"failed with {error}: {shlex.join(arguments)}", flush=True)
 
 
-def call_child(arguments: Sequence[str], seconds: float) -> None:
-    command = [sys.executable, "-m", "experiments.sparse24_quality", *arguments, "--seconds", f"{seconds:.0f}"]
-    try:
-        code = subprocess.run(command, env=child_environment(), timeout=seconds + GRACE, check=False).returncode
-    except subprocess.TimeoutExpired:  # it hangs; the others need the GPU
-        print(f"stopped {GRACE:.0f} s after its time: {shlex.join(arguments)}", flush=True)
-        return
-    if code:
-        print(f"failed with exit code {code}: {shlex.join(arguments)}", flush=True)
+def call_child(arguments: Sequence[str], limits: Limits) -> None:
+    """A call in a process of its own, which ends with this one."""
+    seconds = limits.left
+    child = start_child(
+        [sys.executable, "-m", "experiments.sparse24_quality", *arguments, "--seconds", f"{seconds:.0f}"]
+    )
+    while child.poll() is None:
+        if limits.asked:
+            end_child(child, GRACE)
+        elif limits.left < -GRACE:  # it hangs; the others need the GPU
+            child.kill()
+            child.wait()
+            print(f"stopped {GRACE:.0f} s after its time: {shlex.join(arguments)}", flush=True)
+            return
+        time.sleep(POLL)
+    if child.returncode:
+        print(f"failed with exit code {child.returncode}: {shlex.join(arguments)}", flush=True)
 
 
 def without_options(arguments: Sequence[str], *names: str) -> list[str]:

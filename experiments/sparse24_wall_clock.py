@@ -11,6 +11,9 @@ faster than dense. Sparse products run sparse where that was measured to be fast
 variant. --seconds are the most: when all variants are ready, what is left of --limit is divided among them, so that
 none is left out because another compiled for long.
 
+A variant is recorded as soon as it is evaluated. SIGTERM and Ctrl-C end all of them: one that is evaluated is
+completed and recorded, of one that trains nothing is, since its seconds would not be equal, and a line says so.
+
 Not in the seconds: choosing sparse products, compiling, capturing the first graph, evaluating. In them: new masks,
 decay, FST's further captures when it becomes sparse and dense. FST chooses its products before any other variant uses
 the GPU, because choices beside other work were bad. Then variants compile side by side and train one by one, each alone
@@ -25,19 +28,19 @@ import statistics
 import sys
 import tempfile
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.processes import run_in_turns, take_turn
+from benchmarks.processes import run_in_turns, stop_with_parent, take_turn
 from benchmarks.results import record
 from experiments.python_corpus import open_prepared
 from experiments.sparse24_quality import LLAMA_TINY, Size, build, thinned, validation_losses
 from experiments.sparse24_tables import WALL_CLOCK
-from experiments.time_budget import OutOfTime, TimeBudget
-from shoestring.errors import UserError, as_command
+from experiments.time_budget import Limits, OutOfTime, TimeBudget
+from shoestring.errors import Interrupted, UserError, as_command
 from shoestring.train.cuda_graph import GraphedForwardBackward
 from shoestring.train.objectives import CrossEntropy
 from shoestring.train.optim import set_lr
@@ -53,7 +56,7 @@ from shoestring.train.sparse24 import (
     start_dense_phase,
 )
 from shoestring.train.sparse24_tune import tune_products
-from shoestring.train.step import Hook, PlainForwardBackward, Run
+from shoestring.train.step import ForwardBackward, Hook, PlainForwardBackward, Run
 from shoestring.train.trainer import train
 
 CASES = ("dense", "FST", "FP8", "half-width", "FST exact")
@@ -119,12 +122,21 @@ def wait_for(file: Path, seconds: float) -> None:
         time.sleep(0.1)
 
 
-def measure(
-    case: str, size: Size, corpus: Corpus, seed: int, seconds: float, shared: Path | None = None
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(config, what was found) of one variant, trained for `seconds` after its turn has come. In the folder `shared` of
-    several variants the file `tuned` appears when FST has chosen its products (the others do not touch the GPU before),
-    and `seconds` when all are ready: how long each trains."""
+@dataclass(frozen=True)
+class Trained:
+    """A variant after its seconds."""
+
+    run: Run
+    passes: ForwardBackward
+    seconds: float
+    took: float  # with the first step
+    finish: DenseFinish
+
+
+def train_case(case: str, size: Size, corpus: Corpus, seed: int, seconds: float, shared: Path | None = None) -> Trained:
+    """One variant, trained for `seconds` after its turn has come. In the folder `shared` of several variants the file
+    `tuned` appears when FST has chosen its products (the others do not touch the GPU before), and `seconds` when all
+    are ready: how long each trains."""
     if shared is not None and not case.startswith("FST"):
         wait_for(shared / "tuned", TUNING)
     began = time.perf_counter()
@@ -137,7 +149,9 @@ def measure(
         if shared is not None:
             (shared / "tuned").touch()
     rehearse(run, data.step(0), sparse)
-    passes = GraphedForwardBackward() if run.mesh.device.type == "cuda" else PlainForwardBackward()
+    passes: ForwardBackward = PlainForwardBackward()
+    if run.mesh.device.type == "cuda":
+        passes = GraphedForwardBackward()
     print(f"{case}: ready after {time.perf_counter() - began:.0f} s", flush=True)
     take_turn()
     if shared is not None:
@@ -150,7 +164,18 @@ def measure(
     except OutOfTime:
         if run.mesh.device.type == "cuda":
             torch.cuda.synchronize()
-    took = time.perf_counter() - began
+    except Interrupted:
+        spent = time.perf_counter() - began
+        told = f"{case} was cut off after {spent:.0f} of {seconds:.0f} s; nothing of it is recorded"
+        raise Interrupted(told) from None
+    return Trained(run, passes, seconds, time.perf_counter() - began, finish)
+
+
+def evaluate(
+    case: str, size: Size, corpus: Corpus, seed: int, trained: Trained
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(config, what was found) of one variant."""
+    run, passes, sparse = trained.run, trained.passes, case.startswith("FST")
     by_part = validation_losses(run, corpus, size)
     elapsed = {row["step"]: row["elapsed"] for row in run.log.history if "elapsed" in row}
     curve = [(elapsed[row["step"]], row["loss"]) for row in run.log.history if "loss" in row and row["step"] in elapsed]
@@ -158,16 +183,17 @@ def measure(
     config = {
         "d_model": size.shape["d_model"], "layers": size.shape["num_layers"],
         "d_ff": size.shape["d_ff"] // (2 if case == "half-width" else 1), "batch": size.batch, "context": size.context,
-        "seconds": seconds, "seed": seed, "lr": size.lr, "vocab_size": corpus.tokenizer.vocab_size,
+        "seconds": trained.seconds, "seed": seed, "lr": size.lr, "vocab_size": corpus.tokenizer.vocab_size,
         "corpus": corpus.train.fingerprint[:8], "different_tokens": len(corpus.train),
         **({"dense_start": WARMUP} if sparse else {}), **({"from_pruned": True} if sparse and size.from_pruned else {}),
     }  # fmt: skip
     found = {
         "loss": statistics.fmean(by_part), "loss_by_part": [round(loss, 4) for loss in by_part],
-        "steps": run.step, "tokens": run.step * data.tokens_per_step, "seconds_with_first_step": round(took, 2),
+        "steps": run.step, "tokens": run.step * size.batch * size.context,
+        "seconds_with_first_step": round(trained.took, 2),
         "train_loss_by_second": [[round(at, 1), loss] for at, loss in thinned(curve)],
         "without_graph": reason, "sparse_layers": len(sparse_layers(run.model, dense_phase=True)) if sparse else 0,
-        **({"dense_steps": run.step - finish.at} if sparse else {}),
+        **({"dense_steps": run.step - trained.finish.at} if sparse else {}),
     }  # fmt: skip
     return config, found
 
@@ -251,8 +277,12 @@ def main() -> None:
     elif len(args.cases) > 1:
         all_in_turns(args, size)
     else:
-        config, found = measure(args.cases[0], size, open_text(args, size), args.seed, args.seconds, args.shared)
-        save(args.cases[0], args.size, config, found)
+        case, corpus, limits = args.cases[0], open_text(args, size), Limits()
+        stop_with_parent()
+        with limits.handled():
+            trained = train_case(case, size, corpus, args.seed, args.seconds, args.shared)
+            with limits.patiently():
+                save(case, args.size, *evaluate(case, size, corpus, args.seed, trained))
 
 
 if __name__ == "__main__":

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import processes
+from shoestring.errors import Interrupted
 
 CHILD = """
 import os, sys, time
@@ -46,6 +49,8 @@ def wait_until(log: Path) -> Callable[..., int]:
 
     def waiting(child: subprocess.Popen[bytes], timeout: float | None = None) -> int:
         if timeout is None:
+            return wait(child)
+        if timeout == processes.ENDING:
             return wait(child)
         assert timeout == 40.0  # what is left of the seconds
         while not log.exists():
@@ -87,3 +92,64 @@ def test_without_turns_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(processes.VARIABLE, raising=False)
     processes.take_turn()
     assert processes.VARIABLE not in os.environ
+
+
+STOPPED = """
+import signal, sys, time
+from benchmarks.processes import stop_with_parent, take_turn
+name, log = sys.argv[1], sys.argv[2]
+def say(what):
+    with open(log, "a") as f:
+        f.write(f"{name} {what}\\n")
+def stop(*_):
+    say("recorded")
+    sys.exit(0)
+signal.signal(signal.SIGTERM, stop)
+stop_with_parent() if name == "orphan" else take_turn()
+say("begins")
+time.sleep(600)
+"""
+
+
+def test_a_signal_ends_all_and_the_one_in_its_turn_may_record(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+
+    def ask() -> None:
+        while not log.exists():
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    asked = [[sys.executable, "-c", STOPPED, name, str(log)] for name in ("first", "second")]
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Interrupted, match="by turn: stopped, stopped"):
+        processes.run_in_turns(asked, tmp_path / "turns", patience=60, seconds=120)
+    asking.join()
+    assert log.read_text() == "first begins\nfirst recorded\n"
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_child_is_ended_with_its_parent(tmp_path: Path) -> None:
+    """Its parent is killed, and so cannot tell it."""
+    log = tmp_path / "log"
+    parent = "import sys; from benchmarks.processes import start_child; start_child(sys.argv[1:]).wait()"
+    command = [sys.executable, "-c", parent, sys.executable, "-c", STOPPED, "orphan", str(log)]
+    started = subprocess.Popen(command, env=processes.child_environment())
+    while not log.exists():
+        time.sleep(0.02)
+    started.kill()
+    started.wait()
+    ends = time.monotonic() + 60
+    while "recorded" not in log.read_text() and time.monotonic() < ends:
+        time.sleep(0.05)
+    assert log.read_text() == "orphan begins\norphan recorded\n"
+
+
+def test_a_child_that_does_not_end_is_killed() -> None:
+    deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True); time.sleep(600)"
+    child = subprocess.Popen([sys.executable, "-c", deaf], stdout=subprocess.PIPE)
+    assert child.stdout is not None and child.stdout.readline()
+    processes.end_child(child, seconds=0.1)
+    assert child.returncode == -signal.SIGKILL
+    processes.end_child(child)  # it has ended

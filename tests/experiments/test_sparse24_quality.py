@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +27,7 @@ from experiments import sparse24_quality
 from experiments.python_corpus import open_prepared
 from experiments.sparse24_quality import Deadline, Size, Turn, rows_of, thinned, without_options
 from experiments.sparse24_tables import CASES, curves, stable_table, table
+from experiments.time_budget import Limits
 from experiments.trained_model import open_trained
 from shoestring.errors import UserError
 from shoestring.mesh import open_mesh
@@ -92,27 +97,30 @@ def test_rows_are_asked_for_one_by_one() -> None:
         rows_of(["fst:1"], None, [0])
 
 
-def test_calls_of_a_file_do_not_read_the_file_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_calls_of_a_file_do_not_read_the_file_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     given = ["--size", "cpu", "--calls", "F", "--at-once=2", "--seconds", "9", "--micro", "4"]
     assert without_options(given, "--calls", "--at-once", "--seconds") == ["--size", "cpu", "--micro", "4"]
     calls = tmp_path / "calls.txt"
     calls.write_text('# wanted\n--rows "FST exact:0" --decay 6e-5\n\n--rows dense:1  # a seed\n')
     asked: list[list[str]] = []
 
-    def run(command: list[str], *, timeout: float, **_: Any) -> SimpleNamespace:
+    def start(command: list[str]) -> subprocess.Popen[bytes]:
         asked.append(command)
-        if "FST exact:0" in command:  # it hangs
-            raise subprocess.TimeoutExpired(command, timeout)
-        return SimpleNamespace(returncode=0)
+        hangs = "FST exact:0" in command
+        return subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({600 * hangs})"])
 
-    monkeypatch.setattr(sparse24_quality.subprocess, "run", run)
+    monkeypatch.setattr(sparse24_quality, "start_child", start)
+    monkeypatch.setattr(sparse24_quality, "GRACE", 0.2)
     monkeypatch.setattr(sys, "argv", ["sparse24_quality", *given])
-    sparse24_quality.run_calls(calls, 2, None, ends=float("inf"))  # type: ignore[arg-type]
+    sparse24_quality.run_calls(calls, 2, None, Limits(0.5))  # type: ignore[arg-type]
     assert sorted(command[3:-2] for command in asked) == [
         ["--size", "cpu", "--micro", "4", "--rows", "FST exact:0", "--decay", "6e-5"],
         ["--size", "cpu", "--micro", "4", "--rows", "dense:1"],
     ]
-    sparse24_quality.run_calls(calls, 2, None, ends=0.0)  # type: ignore[arg-type]  # the time is over
+    assert f"stopped 0 s after its time: {shlex.join(asked[0][3:-2])}" in capsys.readouterr().out
+    sparse24_quality.run_calls(calls, 2, None, Limits(0.0))  # type: ignore[arg-type]  # the time is over
     assert len(asked) == 2
 
     def run_rows(args: argparse.Namespace, *_: Any) -> None:
@@ -121,8 +129,50 @@ def test_calls_of_a_file_do_not_read_the_file_again(monkeypatch: pytest.MonkeyPa
 
     rows: list[Any] = []
     monkeypatch.setattr(sparse24_quality, "run_rows", run_rows)
-    sparse24_quality.run_calls(calls, 1, None, ends=float("inf"))  # type: ignore[arg-type]  # in this process
+    sparse24_quality.run_calls(calls, 1, None, Limits())  # type: ignore[arg-type]  # in this process
     assert rows == [(["FST exact:0"], 6e-5, 4), (["dense:1"], None, 4)] and len(asked) == 2
+    # A call whose row was cut off comes first.
+    (tmp_path / "kept" / "cpu-dense-1" / "checkpoints" / "step-00000004").mkdir(parents=True)
+    monkeypatch.setattr(sys, "argv", ["sparse24_quality", *given, "--folder", str(tmp_path / "kept")])
+    rows.clear()
+    sparse24_quality.run_calls(calls, 1, None, Limits())  # type: ignore[arg-type]
+    assert [row[0] for row in rows] == [["dense:1"], ["FST exact:0"]]
+
+
+def test_a_signal_ends_all_calls_and_each_may_save(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls = tmp_path / "calls.txt"
+    calls.write_text("--rows dense:0\n--rows dense:1\n--rows dense:2\n")
+    child = (
+        "import pathlib, signal, sys, time\n"
+        "place = pathlib.Path(sys.argv[1])\n"
+        "signal.signal(signal.SIGTERM, lambda *_: ((place / 'saved').touch(), sys.exit(0)))\n"
+        "(place / 'begun').touch()\n"
+        "time.sleep(600)\n"
+    )
+    places = iter([tmp_path / name for name in "abc"])
+
+    def start(command: list[str]) -> subprocess.Popen[bytes]:
+        place = next(places)
+        place.mkdir()
+        return subprocess.Popen([sys.executable, "-c", child, str(place)])
+
+    def ask() -> None:
+        while not all((tmp_path / name / "begun").exists() for name in "ab"):
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(sparse24_quality, "start_child", start)
+    monkeypatch.setattr(sys, "argv", ["sparse24_quality"])
+    asking = threading.Thread(target=ask)
+    asking.start()
+    limits = Limits()
+    with limits.handled():
+        sparse24_quality.run_calls(calls, 2, None, limits)  # type: ignore[arg-type]
+    asking.join()
+    assert all((tmp_path / name / "saved").exists() for name in "ab") and not (tmp_path / "c").exists()
+    assert "left out" in capsys.readouterr().out
 
 
 def test_a_thinned_curve_keeps_its_end() -> None:
@@ -174,7 +224,8 @@ def test_rows_are_recorded_go_on_where_they_stopped_and_fill_the_table(
     assert "step 2 of 24" in (told := capsys.readouterr().out) and "s a row" in told
     assert not (tmp_path / "sparse24_quality.jsonl").exists()
     assert list((tmp_path / "rows").glob("*/checkpoints/*"))
-    call(monkeypatch, *common, "--keep", tmp_path / "kept", "--rows", "dense:0", "FST:0")
+    call(monkeypatch, *common, "--keep", tmp_path / "kept", "--rows", "dense:0")
+    call(monkeypatch, *common, "--keep", tmp_path / "kept", "--rows", "FST:0")
     kept = load_model(tmp_path / "kept/gpt2-124m-dense-0")
     assert kept.tokenizer is not None and kept.model.spec.vocab_size == kept.tokenizer.vocab_size
     _, its_corpus, trained = open_trained(tmp_path / "kept/gpt2-124m-dense-0", "cpu")
@@ -212,6 +263,49 @@ def test_rows_are_recorded_go_on_where_they_stopped_and_fill_the_table(
     with (tmp_path / "sparse24_quality.jsonl").open("a") as f:
         f.write(json.dumps(other) + "\n")
     assert table().count("\n| ") == 2 and "9.0000" in table()
+
+
+def test_a_signal_ends_a_call_and_what_was_cut_off_comes_first(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sparse24_quality.SIZES, "gpt2-124m", TINY)
+    monkeypatch.setattr(sparse24_quality, "EVAL_BATCHES", 1)
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    common = ("--size", "gpt2-124m", "--corpus", corpus, "--folder", tmp_path / "rows")
+
+    class Asking(Deadline):
+        def after_step(self, run: Any) -> None:
+            if run.step == 5:
+                signal.raise_signal(signal.SIGTERM)
+
+    def recorded() -> list[tuple[str, int]]:
+        return [(n["case"], n["config"]["seed"]) for n in results.recorded("sparse24_quality")]
+
+    with monkeypatch.context() as asked:
+        asked.setattr(sparse24_quality, "Deadline", Asking)
+        call(asked, *common, "--rows", "dense:1", "dense:0")
+    told = capsys.readouterr().out
+    assert not recorded() and "left for the next call: dense, seed 0" in told
+    assert "cut off: dense, seed 1: asked to stop; stopped at step 5 of 24 and saved; no pace yet; first in the" in told
+    validate = sparse24_quality.validation_losses
+
+    def asked_meanwhile(*args: Any) -> list[float]:
+        signal.raise_signal(signal.SIGTERM)
+        return validate(*args)
+
+    with monkeypatch.context() as asked:
+        asked.setattr(sparse24_quality, "validation_losses", asked_meanwhile)
+        call(asked, *common, "--missing", "--rows", "dense:0", "dense:1")
+    told = capsys.readouterr().out
+    assert recorded() == [("dense", 1)] and "dense, seed 1: was cut off in an earlier call and goes on" in told
+    assert "left for the next call: dense, seed 0" in told and not list((tmp_path / "rows").glob("*"))
+    with monkeypatch.context() as asked:
+        asked.setattr(sparse24_quality, "Deadline", Asking)
+        call(asked, *common[:4], "--rows", "dense:0")
+    assert "nothing is left of it: --folder keeps it" in capsys.readouterr().out and len(recorded()) == 1
+    call(monkeypatch, *common, "--rows", "dense:1", "--folder", tmp_path / "whole")
+    (cut, whole) = results.recorded("sparse24_quality")
+    assert cut["value"] == whole["value"], "a row that was cut off ends as a whole one does"
 
 
 def test_another_decay_is_a_row_of_its_own(
