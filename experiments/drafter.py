@@ -125,6 +125,7 @@ CASES = (
 )
 LARGEST = CASES[-1]  # in compute
 ENOUGH = 0.5  # of its steps, for a training that was cut off to be measured
+MEASURING = 30.0  # seconds, until one was measured
 
 
 @dataclass(frozen=True)
@@ -492,7 +493,8 @@ class Bench:
         )
         told["quality"] = found
         row.write()
-        self.seconds.note("measurement", time.perf_counter() - began)
+        if row.model is not None and row.lookup is None:  # as that of a trained drafter
+            self.seconds.note("measurement", time.perf_counter() - began)
         shown = [
             f"at {t:g}: {found[f'{k}acceptance']:.3f} {found[f'{k}accepted_length']:.2f}" for k, t in reversed(KINDS)
         ]
@@ -647,14 +649,14 @@ def open_target(
     with clock("target read"):
         loaded = load_model(folder / "target" if kept.is_file() else args.model, device=device, dtype=dtype)
     target = inference(loaded.model, loaded.model.compute_dtype)
-    name = read_kept(kept, args)["name"] if kept.is_file() else args.name or Path(args.model).stem
+    name = read_told(kept, args)["name"] if kept.is_file() else args.name or Path(args.model).stem
     if args.corpus:
         return target, open_prepared(args.corpus), name
     max_bytes = int(size.max_mb * 1e6)
     return target, tokenize_corpus(args.data, tokenizer=need_tokenizer(loaded), max_bytes=max_bytes), name
 
 
-def read_kept(path: Path, args: argparse.Namespace) -> dict[str, Any]:
+def read_told(path: Path, args: argparse.Namespace) -> dict[str, Any]:
     """target.json or ready.json of an earlier call, of the same size."""
     told = json.loads(path.read_text())
     if told.get("size", args.size) != args.size:
@@ -688,7 +690,7 @@ def open_given_stories(args: argparse.Namespace, size: Size, folder: Path) -> Be
 def open_trained(args: argparse.Namespace, size: Size, folder: Path) -> Bench:
     """The state that another call prepared, with the same --size and --seed."""
     device = pick_device("auto")
-    told = read_kept(folder / "ready.json", args)
+    told = read_told(folder / "ready.json", args)
     with clock("target read"):
         loaded = load_model(folder / "target", device=device, dtype=pick_dtype("auto", device))
     target, tokenizer = inference(loaded.model, loaded.model.compute_dtype), need_tokenizer(loaded)
@@ -734,9 +736,9 @@ def run(bench: Bench, args: argparse.Namespace, limits: Limits) -> None:
 def train_planned(bench: Bench, planned: Planned, limits: Limits) -> tuple[Decoder, int] | None:
     """The drafter and its steps; None: too few of them to be measured."""
     spec, size, steps = bench.target.spec, bench.size, planned.steps
-    measuring = bench.seconds.known.get("measurement", 0.0)
+    measuring = bench.seconds.known.get("measurement", MEASURING)
     needed = bench.seconds.of_training(planned, lambda case: step_flops(spec, size, case))
-    told = "no estimate yet" if needed is None else f"about {needed:.0f} s, {measuring:.0f} s to measure"
+    told = "no estimate yet" if needed is None else f"about {needed:.0f} s and {measuring:.0f} s to measure"
     left = "" if math.isinf(limits.left) else f"; {limits.left:.0f} s left"
     print(f"next: {planned}, {steps} steps, {told}{left}", flush=True)
     began = time.perf_counter()

@@ -278,6 +278,28 @@ def test_on_policy_takes_its_share_of_the_rows_and_leaves_the_others() -> None:
         OnPolicy(never, DraftDistill(live), DraftDistill(live), share=0.0)
 
 
+def test_on_policy_reads_the_place_of_a_micro_batch_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every read waits for the device; a step asks for its count, whether it writes, and a seed."""
+    m, reads, read = micro(), [], Tensor.tolist
+    other = Micro(m.tokens_BT, m.targets_BT, m.index_BT + 36)
+
+    def counting(tensor: Tensor) -> object:
+        reads.append(tuple(tensor.shape))
+        return read(tensor)
+
+    def write(model: nn.Module, prompt_BP: Tensor, num_new: int, seed: int) -> Tensor:
+        return torch.cat([prompt_BP, torch.full((len(prompt_BP), num_new), 7)], 1)
+
+    live = LiveScores(tiny(0), k=V)
+    objective = OnPolicy(write, DraftDistill(live), DraftDistill(live), share=1.0, num_new=4)
+    monkeypatch.setattr(Tensor, "tolist", counting)
+    monkeypatch.setattr(Tensor, "__int__", lambda tensor: pytest.fail("one number at a time"))
+    objective.count(m)
+    objective(tiny(1), m)
+    assert reads == [(2,)]
+    assert objective._key(other) != objective._key(m) and len(reads) == 2
+
+
 def test_scores_of_a_target_are_its_likeliest_tokens() -> None:
     target, m = tiny(0), micro()
     got = LiveScores(target, k=4)(m)
