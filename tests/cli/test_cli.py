@@ -588,6 +588,8 @@ def test_inspect_of_one_safetensors_file(cli: Cli, model_folder: Path, tmp_path:
     assert "metadata 'made by'" in shown.out and "hand\\nhand" in shown.out
     rows = [line.split() for line in shown.out.splitlines()]
     assert ["w.0", "3", "x", "5", "bf16", "16", "3e-05"] in rows and ["codes", "7", "u8", "8", "7e-06"] in rows
+    (tmp_path / "manifest.json").write_text('{"name": "a page"}')  # not a checkpoint's
+    assert "0 fit, 1 weight file has none" in cli("inspect", file, "--verify").out
     for name, at, value in (("w.1", (2, 4), torch.inf), ("phase", 1, complex(0, torch.nan))):
         broken = {k: t.clone() for k, t in tensors.items()}
         broken[name][at] = value
@@ -631,6 +633,20 @@ def test_inspect_of_files_that_hold_no_weights(cli: Cli, model_folder: Path, tmp
         (tmp_path / name).write_bytes(pickle.dumps(Trap()))
         assert_one_line_error(cli("inspect", tmp_path / name), "is a pickle", "never read", "convert it to safetensors")
     assert_one_line_error(cli("inspect", model_folder / "model.safetensors", "--against", model_folder), "is a file")
+
+
+def test_inspect_of_a_part_of_a_checkpoint(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SHOESTRING_CACHE", str(tmp_path / "cache"))
+    Path("some.txt").write_text(TEXT * 3)
+    sizes = ("vocab_size=280", "steps=1", "batch=2", "context=16", "eval_every=0", "d_model=32")
+    assert cli("run", "train/dense", "data=some.txt", *sizes, "device=cpu", "run=r").code == 0
+    part = Path("r/checkpoints/step-00000001/part-00000.safetensors")
+    shown = cli("inspect", part, "--verify")
+    assert shown.code == 0 and "1 fit" in shown.out and f"A part of {part.parent}" in shown.out, shown
+    data = part.read_bytes()
+    part.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    assert_one_line_error(cli("inspect", part, "--verify"), f"{part} is not what was written")
 
 
 class Trap:

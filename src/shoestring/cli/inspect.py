@@ -32,6 +32,7 @@ from shoestring.model.gguf_write import WrittenTensor
 from shoestring.model.hf import MODEL_TYPES, spec_of_folder
 from shoestring.model.hf_names import hf_module, our_module
 from shoestring.model.spec import ModelSpec
+from shoestring.model.verify import is_part, verify
 from shoestring.report import Table, eval_table, flatten, in_words
 from shoestring.runlog import read_config, read_evals, read_metrics
 from shoestring.state.files import PICKLED, TensorFiles, open_tensors
@@ -99,7 +100,7 @@ def _tensors_file(path: Path, each_layer: bool) -> list[Table]:
     stored = _tensors_of(opened)
     facts = {"tensors": len(stored), **{f"metadata {shown(k)}": shown(v) for k, v in (opened.metadata() or {}).items()}}
     weights = weights_table(stored, each_layer)
-    if (path.parent / "config.json").is_file() or (path.parent / "manifest.json").is_file():
+    if (path.parent / "config.json").is_file() or is_part(path):
         note = f"A part of {path.parent}: `shoestring inspect {path.parent}` shows what it belongs to."
         weights = replace(weights, note=note)
     return [_facts(f"File {path}", facts, stored, {"MB of the file": path.stat().st_size / 1e6}), weights]
@@ -363,8 +364,6 @@ def written_table(tensors: Sequence[WrittenTensor]) -> Table:
 
 def verified_table(path: Path) -> tuple[Table, list[str]]:
     """What --verify has read, and the problems that it found; of a run: its model and all its checkpoints."""
-    from shoestring.model.verify import verify
-
     is_run = (path / "metrics.jsonl").is_file() or (path / "checkpoints").is_dir()
     places = [p.parent for p in sorted(path.glob("*/config.json"))] if is_run else [path]
     places += [p.parent for p in sorted(path.glob("checkpoints/*/manifest.json"))] if is_run else []

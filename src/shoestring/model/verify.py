@@ -46,25 +46,29 @@ def verify(path: str | Path) -> Verified:
     """A model folder, a run folder (its model), a checkpoint folder, a .safetensors file or a .gguf file."""
     path = expand(path)
     if path.suffix == ".safetensors" and path.is_file():
-        stated = {name: of for name, of in _stated(path.parent).items() if name == path.name}
+        # Beside other files a manifest.json may be anybody's.
+        known = _manifest_sums(path.parent) if is_part(path) else read_checksums(path.parent)
+        stated = {name: of for name, of in known.items() if name == path.name}
         problems = [said for of in stated.values() if (said := _file_problem(path, *of))]
         fitting, unknown = (() if problems else tuple(stated)), (() if stated else (path.name,))
         return _found(fitting, unknown, list(_part_tensors(path)), problems)
     if path.suffix == ".gguf" and not path.is_dir():
         return _found((), (path.name,), list(_gguf_tensors(path)), [])
     if (path / MANIFEST).is_file():
-        parts = _stated(path)
+        parts = _manifest_sums(path)
         return _checked(path, parts, [t for name in parts for t in _part_tensors(path / name)])
     folder = find_model(path)
     stem = "packed" if (folder / "shoestring.json").is_file() else "model"
     return _checked(folder, read_checksums(folder), list(_folder_tensors(folder, stem)))
 
 
-def _stated(folder: Path) -> dict[str, tuple[int, str]]:
-    """What a checkpoint's manifest or a model's checksums.json says about the files beside it."""
-    if (folder / MANIFEST).is_file():
-        return {name: (part.bytes, part.sha256) for name, part in read_manifest(folder).parts.items()}
-    return read_checksums(folder)
+def is_part(path: Path) -> bool:
+    """Whether a safetensors file is one of a checkpoint's."""
+    return path.name.startswith("part-") and (path.parent / MANIFEST).is_file()
+
+
+def _manifest_sums(checkpoint: Path) -> dict[str, tuple[int, str]]:
+    return {name: (part.bytes, part.sha256) for name, part in read_manifest(checkpoint).parts.items()}
 
 
 def read_checksums(folder: Path) -> dict[str, tuple[int, str]]:
