@@ -52,7 +52,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -89,6 +89,7 @@ from shoestring.shrink.drafter import Schedule, distil, make_objective, piece_pr
 from shoestring.shrink.drafter_acceptance import Acceptance, engine_for, measure_together
 from shoestring.shrink.drafter_model import coverage, first_layers, frequent_tokens, save_drafter
 from shoestring.shrink.drafter_objectives import DraftDistill
+from shoestring.state.checkpoint import Checkpointer
 from shoestring.state.reshard.version import WeightsVersion
 from shoestring.train.data import TokenData
 from shoestring.train.shards import Corpus, TokenShards, tokenize_corpus
@@ -355,11 +356,19 @@ class Bench:
             self.references[key] = held.to(self.device)
         return self.references[key]
 
+    def checkpoints(self, planned: Planned) -> Path:
+        return self.folder / "training" / planned.name(self.seed)
+
+    def saved_step(self, planned: Planned) -> int:
+        """The step that an earlier call was cut off at; 0: none was."""
+        newest = Checkpointer(self.checkpoints(planned), every=0).newest()
+        return 0 if newest is None else int(newest.name.rpartition("-")[2])
+
     def train(self, planned: Planned) -> tuple[Decoder, int, bool]:
         """The drafter, its steps, and whether it was asked to stop. It goes on where an earlier call was cut off."""
         case, steps, began = planned.case, planned.steps, time.perf_counter()
         drafter, data = self.fresh_drafter(), self.rows_of(case)
-        checkpoints = self.folder / "training" / planned.name(self.seed) if self.kept else None
+        checkpoints = self.checkpoints(planned) if self.kept else None
         try:
             self.log.begin(f"the reference of {planned}", steps)
             reference = self.reference(steps, data) if case.reference else None
@@ -627,7 +636,8 @@ def prepare_all(args: argparse.Namespace, size: Size, folder: Path) -> Bench:
         if size.own_text and (folder / "text" / "own.jsonl").is_file():
             text = open_own_text(corpus.tokenizer, folder)
         elif size.own_text:
-            print(f"next: the target's own text, at most {size.text_seconds:.0f} s", flush=True)
+            most = f"at most {size.text_seconds:.0f} s" if size.text_seconds < 1e6 else "until all texts are written"
+            print(f"next: the target's own text, {most}", flush=True)
             text = write_own_text(target, corpus, size, folder)
         bench = make_bench(args, size, folder, target, text, prompts, name)
         if saved is not None:
@@ -737,20 +747,27 @@ def train_planned(bench: Bench, planned: Planned, limits: Limits) -> tuple[Decod
     """The drafter and its steps; None: too few of them to be measured."""
     spec, size, steps = bench.target.spec, bench.size, planned.steps
     measuring = bench.seconds.known.get("measurement", MEASURING)
-    needed = bench.seconds.of_training(planned, lambda case: step_flops(spec, size, case))
+    first = bench.saved_step(planned)
+    rest = replace(planned, steps=steps - first)
+    needed = bench.seconds.of_training(rest, lambda case: step_flops(spec, size, case))
     told = "no estimate yet" if needed is None else f"about {needed:.0f} s and {measuring:.0f} s to measure"
     left = "" if math.isinf(limits.left) else f"; {limits.left:.0f} s left"
-    print(f"next: {planned}, {steps} steps, {told}{left}", flush=True)
+    done_before = f", {first} of them done" if first else ""
+    print(f"next: {planned}, {steps} steps{done_before}, {told}{left}", flush=True)
+    if limits.left <= measuring:
+        print(f"no time for {planned}: {measuring:.0f} s are for its measurement", flush=True)
+        return None
     began = time.perf_counter()
-    with limits.training(spare=measuring):
+    model, done, stopped = None, 0, True  # before its first step
+    with suppress(Interrupted), limits.training(spare=measuring):
         model, done, stopped = bench.train(planned)
     seconds = time.perf_counter() - began
     if stopped:
         limits.ask()
-    if done < steps:
+    if model is None or done < steps:
         again = "the same call goes on from there" if bench.kept else "nothing was kept: give --target-folder"
         print(f"{planned}: cut off at step {done} of {steps} after {seconds:.1f} s; {again}", flush=True)
-        if done < ENOUGH * steps:
+        if model is None or done < ENOUGH * steps:
             print(f"{planned}: not measured, {ENOUGH:.0%} of the steps are the least", flush=True)
             return None
     flops = done * step_flops(spec, size, planned.case)

@@ -167,6 +167,7 @@ def test_a_training_that_was_cut_off_is_measured_and_goes_on(
     lines, told = call("kept", stop=20)
     (line,) = lines
     assert line["config"]["budget"] == "equal steps, cut" and "the same call goes on" in told
+    assert "next: DistillSpec, equal steps, 30 steps, 10 of them done" in told
     assert (line["config"]["steps"], line["config"]["planned_steps"]) == (20, 30)
     assert not list((tmp_path / "kept/rows").glob("*")), "not for drafter_speed.py"
     shutil.copytree(tmp_path / "kept", tmp_path / "other")
@@ -180,6 +181,8 @@ def test_a_training_that_was_cut_off_is_measured_and_goes_on(
     assert re.search(r"next: DistillSpec, on-policy, equal steps, 30 steps, no estimate yet\n", told)
     known = drafter.Seconds(tmp_path / "other/seconds.json").known
     assert set(known) == {"scores", "measurement", "DistillSpec", "DistillSpec, on-policy"}
+    found, told = call("other", "--deadline", "0.001")
+    assert not found and told.count("no time for") == 2
     with pytest.raises(UserError, match="--size smoke made"):
         call("kept", "--size", "cpu")
     with pytest.raises(SystemExit):
