@@ -65,12 +65,14 @@ THREE = "ours@live,derived,gamma=0.5,0.6"
 MIX = ",mix=nf3:s1:g{0}+nf4:s1:g{0}"
 MIXED = "ours@live,gamma=0,0.3,batch=16,blocks=0,init=clip" + MIX
 MIX_TWO = ",mix=int2:g192+int3:g192"
-LOWER = ("0.5", "0.25")  # parts of its rates at 2 bits
 
 
 def at_part(part: str) -> str:
     """OURS at this part of its rates, named as the rows of results/ are."""
     return OURS.replace("gamma=0", f"gamma=0,{part}")
+
+
+PARTS_OF_OURS = (OURS, at_part("0.5"), at_part("0.25"))
 
 
 def published(label: str, rates: Sequence[str], small: Sequence[str], mix: str) -> list[Cell]:
@@ -122,8 +124,8 @@ PARTS: dict[str, list[Cell]] = {
     ],
     # Which part of ours' rates is best at 2 bits, with the mix and in one format; BitDistiller at as many rates.
     "rates2": [
-        *(c for seed in (0, 1, 2) for c in smol("int2:g64", *(at_part(p) + MIX_TWO for p in LOWER), seed=seed)),
-        *(c for seed in (0, 1, 2) for c in smol("int2:g64", OURS, *map(at_part, LOWER), seed=seed)),
+        *(c for s in (0, 1, 2) for c in smol("int2:g64", *(m + MIX_TWO for m in PARTS_OF_OURS), seed=s)),
+        *(c for s in (0, 1, 2) for c in smol("int2:g64", *PARTS_OF_OURS, seed=s)),
         *smol("int2:g64", at_part("0.125") + MIX_TWO),
         *smol("int2:g64", *(f"bitdistiller@{rate},clip=full,best" for rate in ("2.5e-4", "1e-3"))),
         *smol("int2:g64", "bitdistiller@5e-4,clip=full,best", seed=2),
