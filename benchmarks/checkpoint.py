@@ -211,7 +211,7 @@ def ours(job: Job, saver: LevelCheckpointer, levels: tuple[str, ...], folder: Pa
     def call() -> None:
         saver.save_next(levels)
         saver.after_step(job.run, {})
-        assert saver.memory is not None and saver.memory.pending_step == job.run.step, "the save was skipped"
+        assert saver.memory is not None and saver.memory.newest_step == job.run.step, "the save was skipped"
 
     def done() -> bool:
         if saver.memory is None or not saver.memory.committed():
@@ -219,7 +219,7 @@ def ours(job: Job, saver: LevelCheckpointer, levels: tuple[str, ...], folder: Pa
         if "disk" not in levels:
             return True
         status = read_status(host_folder(folder))
-        wanted = saver.memory.pending_step
+        wanted = saver.memory.newest_step
         return status is not None and any(row["step"] == wanted for row in status.drains)
 
     def wait() -> None:

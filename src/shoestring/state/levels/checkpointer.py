@@ -520,13 +520,13 @@ class LevelCheckpointer:
         newest version in memory, if that one has arrived."""
         memory, peers = self.memory, self._peers
         assert memory is not None and peers is not None
-        flags = [not peers.busy(), peers.succeeded, not peers.error, memory.has_pending]
+        flags = [not peers.busy(), peers.succeeded, not peers.error, memory.newest_step is not None]
         idle, succeeded, works, is_saved, seconds = self._agree_numbers(flags, [peers.seconds])
         self._look_at = None if idle else run.step + self._look_steps()
         if not idle:
             return
         self._note_round(run, bool(succeeded), seconds)
-        step = memory.pending_step
+        step = memory.newest_step
         if works and is_saved and step is not None:
             self._copy_to_peers(step)
             self._last_of["peer"] = step

@@ -72,6 +72,7 @@ class MemoryLevel:
         self.skipped = 0
         self.stall_s = 0.0  # of the last save: host time, and what the compute stream waited for copies
         self._pending: _Pending | None = None
+        self._settled: _Pending | None = None  # the one before, where every rank has it
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="shoestring-memory")
         self._commits = ThreadPoolExecutor(1, thread_name_prefix="shoestring-commit")
         self._touched: list[Future[None]] = []
@@ -170,13 +171,14 @@ class MemoryLevel:
         return self._pending is not None
 
     @property
-    def pending_step(self) -> int | None:
-        """The step of the last save that is not settled yet."""
-        return None if self._pending is None else self._pending.step
+    def newest_step(self) -> int | None:
+        """The step of the last save, under way or settled; None where it failed."""
+        newest = self._pending or self._settled
+        return None if newest is None else newest.step
 
     def watch_commit(self) -> tuple[int, Callable[[], ArenaCopy | None]]:
-        """(slot of the save under way, a function for another thread that waits for its commit and says what it is)."""
-        pending, arena = self._pending, self.arena
+        """(slot of the last save, a function for another thread that waits for its commit and says what it is)."""
+        pending, arena = self._pending or self._settled, self.arena
         assert pending is not None and arena is not None
 
         def committed_copy() -> ArenaCopy | None:
@@ -218,8 +220,9 @@ class MemoryLevel:
     def settle(self, everywhere: bool) -> None:
         """Take note of the finished save: with `everywhere` its slot is the safe one now."""
         pending, self._pending = self._pending, None
-        if pending is not None and everywhere:
-            self.safe_slot = pending.slot
+        if pending is not None:
+            self._settled = pending if everywhere else None
+            self.safe_slot = pending.slot if everywhere else self.safe_slot
 
     def busy(self) -> bool:
         return self._pending is not None and not self._pending.done.done()
