@@ -14,21 +14,6 @@ for name in ("fastapi", "uvicorn", "prometheus_client"):
 
 from tiny import chat_tokenizer, served_model  # noqa: E402
 
-PARSERS = ("httptools", "h11")  # of HTTP
-
-
-@contextlib.contextmanager
-def reading_with(parser: str) -> Iterator[None]:
-    """Connections that are opened here have this parser."""
-    from shoestring.serve.http import connection, h11_parser
-
-    with pytest.MonkeyPatch.context() as patch:
-        if parser == "h11":
-            patch.setattr(connection, "make_parser", h11_parser.H11Parser)
-        else:
-            assert connection.make_parser is pytest.importorskip("httptools").HttpRequestParser
-        yield
-
 
 @contextlib.contextmanager
 def running(template: str | None = None, **options: object) -> Iterator[object]:

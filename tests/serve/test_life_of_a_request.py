@@ -17,7 +17,7 @@ import shoestring
 from shoestring.serve import Engine, Sampling
 from tiny import tiny_decoder
 
-for name in ("fastapi", "uvicorn", "httptools", "prometheus_client", "httpx"):
+for name in ("fastapi", "uvicorn", "prometheus_client", "httpx"):
     pytest.importorskip(name, reason="the server needs shoestring[serve]")
 
 import httpx  # noqa: E402

@@ -19,7 +19,7 @@ from shoestring.report import Table
 
 PACKAGES = (
     *("shoestring", "torch", "triton", "numpy", "safetensors", "tokenizers", "gguf", "typer", "tensorboard"),
-    *("fastapi", "uvicorn", "httptools", "llguidance", "httpx", "pyarrow"),
+    *("fastapi", "uvicorn", "llguidance", "httpx", "pyarrow"),
     *("transformers", "compressed-tensors", "lm-eval"),
 )
 EXTRAS = {"gpu": "triton", "serve": "fastapi", "grammar": "llguidance", "bench": "httpx", "data": "pyarrow"}

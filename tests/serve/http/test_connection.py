@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 httpx = pytest.importorskip("httpx")
-from serving import PARSERS, reading_with, running, wait_for  # noqa: E402
+from serving import running, wait_for  # noqa: E402
 
 from shoestring.errors import UserError  # noqa: E402
 from shoestring.serve.http.app import is_known_host, network_of  # noqa: E402
@@ -24,10 +24,10 @@ ASKED = json.dumps({"prompt": "a", "max_tokens": 1}).encode()
 WHOLE = HEAD + b"Content-Length: %d\r\n\r\n" % len(ASKED) + ASKED
 
 
-@pytest.fixture(scope="module", params=PARSERS)
-def service(request: pytest.FixtureRequest) -> Iterator[Any]:
+@pytest.fixture(scope="module")
+def service() -> Iterator[Any]:
     times = {"header_timeout_s": 0.4, "body_timeout_s": 0.6, "read_timeout_s": 0.8}
-    with reading_with(request.param), running(max_connections=6, max_requests=6, max_queue=4, **times) as started:
+    with running(max_connections=6, max_requests=6, max_queue=4, **times) as started:
         yield started
 
 

@@ -59,6 +59,7 @@ class HttpServer:
         signals: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGINT),
     ) -> None:
         self.client, self._drain_s, self._listener = client, options.drain_s, listener
+        logging.getLogger("uvicorn.error").addFilter(_no_cancellation)
         settings = ApiSettings(
             name,
             options.api_keys,
@@ -115,6 +116,11 @@ class HttpServer:
 
     def _end_texts(self) -> None:
         self.client.abort_all(ApiError(503, "the server shut down before this text was finished", code="draining"))
+
+
+def _no_cancellation(record: logging.LogRecord) -> bool:
+    """For the log of uvicorn, which shows a traceback for every answer that the second Ctrl-C cuts off."""
+    return record.exc_info is None or not isinstance(record.exc_info[1], asyncio.CancelledError)
 
 
 class _Server(uvicorn.Server):

@@ -7,7 +7,7 @@ get their errors from the event loop, and the exit is bounded (code 2, or 1 wher
 
 The command has HTTP in a process of its own (http_process.py). A `Service` in a Python program has both in its process.
 
-fastapi, uvicorn, httptools and prometheus_client come with `pip install 'shoestring[serve]'`.
+fastapi, uvicorn and prometheus_client come with `pip install 'shoestring[serve]'`.
 """
 
 from __future__ import annotations
