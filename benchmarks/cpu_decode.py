@@ -1,20 +1,22 @@
 """Tokens per second of one request on a CPU, beside perplexity, for SmolLM2-135M-Instruct; llama.cpp in the same run.
 
     python -m benchmarks.cpu_decode quality --assets FOLDER         about 4 minutes on one core
-    python -m benchmarks.cpu_decode speed --llama-python PYTHON     2 minutes, on an idle machine
+    python -m benchmarks.cpu_decode speed --llama-python PYTHON     3 minutes, on an idle machine
 
 Rows: fp32; 4-bit weights decoded to fp32 once (the default of a packed model on a CPU); the same codes multiplied with
 activations rounded to 8 bits, with an fp32 head and with an 8-bit head (its own copy of the tied embedding), the latter
 also as on a machine without a C++ compiler; llama.cpp on the GGUF file that all rows come from (Q4_1, its head Q8_0),
-through llama-cpp-python in an interpreter that has it. 4-bit weights are rounded to nearest: the table shows speed and
-the cost of 8-bit activations, and better weights (benchmarks/ptq.py) have the same speed.
+through llama-cpp-python in an interpreter that has it, and on files that its own quantizer makes of it (Q4_0 and
+IQ4_NL, which it repacks for Arm and AVX2 when it loads them; the head stays Q8_0). 4-bit weights are rounded to
+nearest; with `--shrunk FOLDER`, which `shoestring run shrink/ptq model=FILE.gguf format=int4:g64` leaves, there is also
+a row of the default method of that recipe. Ratios are to the fastest row of llama.cpp.
 
 Speed: greedy, `--prompt` tokens in, `--new` out, one request, the time of every step but the first. Every row has its
 own process, and the rows take turns, `--rounds` times, so that a busy machine slows all of them; waiting rows sleep.
 Wall time and processor time are recorded (the latter for one thread only; it is meaningful on a busy machine).
 Perplexity: first 6 windows of 512 tokens of the test text (the tokenised edition); for rows whose single tokens are
 computed by another function than prompts (serve/engine/cpu_decode.py) also token by token. The GGUF weights lie on a
-4-bit grid of 32-blocks: llama.cpp's row has no further loss, ours are quantized a second time, on groups of 64. (Groups
+4-bit grid of 32-blocks: llama.cpp's Q4_1 has no further loss, all others are quantized a second time. (Groups
 of 32 do not help: 33.0 against 34.2, since zero points are integers here and minima are real numbers there.)
 """
 
@@ -49,12 +51,13 @@ from shoestring.serve.engine.runner import Batch, Runner
 
 MODEL = "SmolLM2-135M-Instruct"
 FORMATS = ("int4:g64", "int4:sym:g64")
-LLAMA = "llama.cpp Q4_1"
+LLAMA = ("llama.cpp Q4_1", "llama.cpp Q4_0", "llama.cpp IQ4_NL")  # the first is the file that all rows come from
 WHOLE, BARE = ", 8-bit activations and head", ", no compiler"
-STEPPED = tuple(f + WHOLE for f in FORMATS)
+SHRUNK = "int4:g64 by gptq+clip" + WHOLE  # of --shrunk
+STEPPED = (*(f + WHOLE for f in FORMATS), SHRUNK)
 KINDS = (", decoded", ", 8-bit activations", WHOLE, WHOLE + BARE)
-CASES = ("fp32", *(f + kind for f in FORMATS for kind in KINDS), LLAMA)
-TIMED = ("fp32", *(f + kind for f in FORMATS for kind in KINDS[2:]), LLAMA)
+CASES = ("fp32", *(f + kind for f in FORMATS for kind in KINDS), SHRUNK, *LLAMA)
+TIMED = ("fp32", *(f + kind for f in FORMATS for kind in KINDS[2:]), SHRUNK, *LLAMA)
 CONTEXT, WINDOWS = 512, 6
 
 
@@ -83,38 +86,44 @@ def table() -> str:
         rows.append(cells)
     header = ["SmolLM2-135M, one request", "perplexity", "token by token"]
     for threads, clock in clocks:
-        header += [f"tokens/s, {threads} thread{'s' * (threads > 1)}, {clock} clock", "times llama.cpp"]
+        header += [f"tokens/s, {threads} thread{'s' * (threads > 1)}, {clock} clock", "times llama.cpp's best"]
     some = next(iter(speed.values()))
     config, notes = some["config"], {n["note"] for n in speed.values() if n["note"]}
     said = (
         f"\n\nGreedy, {config['prompt']} tokens in, {config['new']} out; median of all steps (p20-p80). Perplexity on "
         f"the first {CONTEXT * WINDOWS:,} tokens of the WikiText-2 test text (tokenised), context {CONTEXT}. 4-bit "
-        f"weights rounded to nearest, from weights that llama.cpp's row uses as they are. {' '.join(sorted(notes))}"
+        "weights rounded to nearest, or chosen by `shrink/ptq` with text that the model wrote, from weights that "
+        "llama.cpp's Q4_1 uses as they are; its quantizer made Q4_0 and IQ4_NL of them. "
+        f"{' '.join(sorted(notes))}"
     ).rstrip() + against_llama(speed)
     return markdown(header, rows) + said + provenance(lines)
 
 
 def against_llama(speed: dict[tuple[str, int, str], dict[str, Any]]) -> str:
-    """Our time per token in units of llama.cpp's, as a sentence."""
+    """Our time per token in units of the fastest llama.cpp row's, as a sentence."""
     said = [
         f"{1 / n['ratio']:.2f} ({case.removesuffix(WHOLE)}, {threads} thread{'s' * (threads > 1)})"
         for (case, threads, clock), n in sorted(speed.items(), key=lambda item: item[0][1])
         if case in STEPPED and clock == "wall" and n["ratio"]
     ]
-    return f" Time of a token in units of llama.cpp's: {', '.join(said)}." if said else ""
+    return f" Time of a token in units of llama.cpp's best: {', '.join(said)}." if said else ""
 
 
 # -- models --------------------------------------------------------------------------------------------------
 
 
-def build(case: str, model: Decoder | None = None) -> Decoder:
+def build(case: str, shrunk: Path | None, model: Decoder | None = None) -> Decoder:
     """`model`: one that was loaded already."""
+    if case == SHRUNK:
+        assert shrunk is not None
+        model = load_model(shrunk).model
     model = model or load_model(need_smollm2()).model
     if case == "fp32":
         return model
     label, _, kind = case.removesuffix(BARE).partition(", ")
-    convert(model, [("*", parse_format(label))])
-    pack(model)
+    if case != SHRUNK:
+        convert(model, [("*", parse_format(label))])
+        pack(model)
     if kind == "decoded":
         keep_decoded(model)
         return model
@@ -168,12 +177,12 @@ def measure_quality(args: argparse.Namespace) -> None:
     for case, metric in wanted:
         if (case, metric) in known and args.missing:
             continue
-        if case == LLAMA:
-            row = Row(llama(args.llama_python))
+        if case in LLAMA:
+            row = Row(llama(args.llama_python, case))
             value = row.ask({"perplexity": tokens.tolist(), "threads": 1})["perplexity"]
             row.close()
         else:
-            built, model = build(case, model), None
+            built, model = build(case, args.shrunk, model), None
             value = (perplexity if metric == "perplexity" else perplexity_by_token)(built, tokens)
         known[case, metric] = value
         base = known.get(("fp32", "perplexity"))
@@ -213,11 +222,11 @@ def time_steps(model: Decoder, prompt: list[int], new: int, threads: int) -> dic
     return seconds
 
 
-def answer(case: str) -> None:
+def answer(case: str, shrunk: Path | None) -> None:
     """The process that `speed` starts for each row of ours: one request per line, one answer per line."""
     if case.endswith(BARE):
         os.environ["CXX"] = "none"
-    model = build(case)
+    model = build(case, shrunk)
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:
         print(json.dumps(time_steps(model, **json.loads(line))), flush=True)
@@ -252,12 +261,12 @@ class Row:
 
 
 def measure_speed(args: argparse.Namespace) -> None:
-    cases = [c for c in args.cases if c != LLAMA or args.llama_python]
+    cases = [c for c in args.cases if c not in LLAMA or args.llama_python]
     prompt = torch.randint(1000, 40000, (args.prompt,), generator=torch.Generator().manual_seed(0)).tolist()
     rows: dict[str, Row] = {}
     try:
         for case in cases:
-            rows[case] = Row(llama(args.llama_python) if case == LLAMA else ours(case))
+            rows[case] = Row(llama(args.llama_python, case) if case in LLAMA else ours(case, args.shrunk))
         for threads in args.threads:
             found: dict[str, dict[str, list[float]]] = {c: {"wall": [], "processor": []} for c in cases}
             for _ in range(args.rounds):
@@ -275,7 +284,9 @@ def measure_speed(args: argparse.Namespace) -> None:
 
 def save_speed(seconds: dict[str, list[float]], clock: str, threads: int, args: argparse.Namespace) -> None:
     rates = {case: [1 / s for s in steps] for case, steps in seconds.items()}
-    base = statistics.median(rates[LLAMA]) if LLAMA in rates else None
+    peers = {case: statistics.median(rates[case]) for case in LLAMA if case in rates}
+    best_peer = max(peers, key=peers.__getitem__, default="")
+    base = peers.get(best_peer)
     for case, samples in rates.items():
         value = statistics.median(samples)
         config = {"model": MODEL, "threads": threads, "clock": clock, "batch": 1}
@@ -285,7 +296,7 @@ def save_speed(seconds: dict[str, list[float]], clock: str, threads: int, args: 
             metric="tokens_per_s",
             unit="tokens/s",
             samples=samples,
-            baseline=LLAMA if base else "",
+            baseline=best_peer,
             baseline_value=base,
             ratio=value / base if base else None,
             config={**config, "prompt": args.prompt, "new": args.new, "rounds": args.rounds},
@@ -295,18 +306,34 @@ def save_speed(seconds: dict[str, list[float]], clock: str, threads: int, args: 
         print(f"{threads} threads, {clock:9} {case:44} {value:7.1f} tokens/s  best step {best:6.2f} ms", flush=True)
 
 
-def ours(case: str) -> list[str]:
-    return [sys.executable, "-m", "benchmarks.cpu_decode", "one", "--cases", case]
+def ours(case: str, shrunk: Path | None) -> list[str]:
+    command = [sys.executable, "-m", "benchmarks.cpu_decode", "one", "--cases", case]
+    return command if shrunk is None else [*command, "--shrunk", str(shrunk)]
 
 
 # -- llama.cpp -----------------------------------------------------------------------------------------------
 
 LLAMA_SCRIPT = r"""
-import json, math, sys, time
+import json, math, sys, tempfile, time
+import llama_cpp
 import numpy as np
 from llama_cpp import Llama
 
 window = 512
+path, kind = sys.argv[1:]
+
+def requantized(kind, out):
+    settings = llama_cpp.llama_model_quantize_default_params()
+    settings.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
+    settings.allow_requantize = True
+    settings.token_embedding_type = settings.output_tensor_type = 8  # Q8_0, as in the file
+    if llama_cpp.llama_model_quantize(path.encode(), out.encode(), settings):
+        sys.exit(f"llama.cpp cannot make {kind} of {path}")
+    return out
+
+kept = tempfile.TemporaryDirectory()
+if kind != "Q4_1":
+    path = requantized(kind, f"{kept.name}/{kind}.gguf")
 
 def score(model, tokens):
     total, count = 0.0, 0
@@ -337,7 +364,7 @@ print(json.dumps("ready"), flush=True)
 for line in sys.stdin:
     ask = json.loads(line)
     scores = "perplexity" in ask
-    model = Llama(sys.argv[1], n_ctx=window, n_batch=window, n_threads=ask["threads"],
+    model = Llama(path, n_ctx=window, n_batch=window, n_threads=ask["threads"],
                   n_threads_batch=ask["threads"], verbose=False, logits_all=scores)
     made = score(model, ask["perplexity"]) if scores else steps(model, ask["prompt"], ask["new"])
     model.close()
@@ -345,11 +372,11 @@ for line in sys.stdin:
 """
 
 
-def llama(python: str) -> list[str]:
-    """llama.cpp in the interpreter that has llama-cpp-python."""
+def llama(python: str, case: str) -> list[str]:
+    """A row of llama.cpp, in the interpreter that has llama-cpp-python."""
     if not python:
         raise SystemExit("llama.cpp needs --llama-python, an interpreter with llama-cpp-python installed")
-    return [python, "-c", LLAMA_SCRIPT, str(need_smollm2())]
+    return [python, "-c", LLAMA_SCRIPT, str(need_smollm2()), case.split()[-1]]
 
 
 def main() -> None:
@@ -357,6 +384,7 @@ def main() -> None:
     parser.add_argument("part", choices=["quality", "speed", "one"], help="one: what speed starts for each row")
     parser.add_argument("--assets", type=Path, help="holds text/wikitext-2/{valid,test}.txt; for quality")
     parser.add_argument("--llama-python", default="", help="an interpreter with llama-cpp-python")
+    parser.add_argument("--shrunk", type=Path, help="the model/ folder of a run of shrink/ptq with format=int4:g64")
     parser.add_argument("--cases", nargs="*", choices=CASES, help="left out: those of the table")
     parser.add_argument("--missing", action="store_true", help="leave out what results has")
     parser.add_argument("--threads", nargs="*", type=int, default=[1, 2])
@@ -368,8 +396,9 @@ def main() -> None:
     parser.add_argument("--note", default="")
     args = parser.parse_args()
     args.cases = args.cases or list(TIMED if args.part == "speed" else CASES)
+    args.cases = [c for c in args.cases if c != SHRUNK or args.shrunk]
     if args.part == "one":
-        answer(args.cases[0])
+        answer(args.cases[0], args.shrunk)
     elif args.part == "quality":
         if args.assets is None:
             parser.error("quality needs --assets")
