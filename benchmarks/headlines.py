@@ -63,7 +63,7 @@ def train_sparse24() -> list[str]:
         "speed: two layers of width 4,096; loss: GPT-2 small, 100M tokens, rate 6e-4 for both",
         GPU,
         f"dense bf16; dense FP8 is {fp8['ratio']:.2f}x",
-        f"sparse step {fst['ratio']:.2f}x (77% of that run's steps are sparse), validation loss "
+        f"sparse step {fst['ratio']:.2f}x (77% of all steps of FST are sparse), validation loss "
         f"{100 * sum(gaps) / len(gaps):+.1f}% ({len(gaps)} seeds)",
         link("sparse24", "methods/sparse24.md"),
     ]

@@ -128,6 +128,7 @@ class Base:
     model: str = option(help="which")
     rarely: int = option(1, "hardly ever", advanced=True)
     group: Group = option(Group(), "a group")
+    run: str | None = option(None, "where")
     steps: int = option(10, "how long")
 
 
@@ -140,9 +141,9 @@ class Mine(Base):
 
 def test_what_users_change_first_is_listed_first() -> None:
     rows = describe(Mine)
-    assert [row.key for row in rows if not row.advanced] == ["model", "steps", "lr"]
+    assert [row.key for row in rows if not row.advanced] == ["model", "steps", "lr", "run"]
     assert [row.key for row in rows if row.advanced] == ["rarely", "sometimes", "group.inner"]
-    assert [row.advanced for row in rows] == [False] * 3 + [True] * 3
+    assert [row.advanced for row in rows] == [False] * 4 + [True] * 3
     assert apply_overrides(Mine, ["model=m", "rarely=4", "group.inner=5"]) == Mine("m", 4, Group(5))
 
 

@@ -28,6 +28,7 @@ from shoestring.json_files import read_text
 T = TypeVar("T")
 MOST_SETTINGS = 1 << 16  # bytes of a file with settings
 REQUIRED = "(required)"  # in the place of a default
+_FOLDERS = ("run", "resume")  # listed behind the settings that say what is made
 _MISSING: Any = dataclasses.MISSING
 
 
@@ -167,8 +168,9 @@ def from_json(cls: type[T], values: dict[str, Any]) -> T:
 
 
 def describe(cls: type, start: Any = _MISSING) -> list[Option]:
-    """Every key of a config class, nested ones dotted: first those that must be given, then those of every day, then
-    the advanced ones, then the groups; each part in the order of declaration, bases before the class."""
+    """Every key of a config class, nested ones dotted: first those that must be given, then those of every day (the
+    run's folder last), then the advanced ones, then the groups; each part in the order of declaration, bases before the
+    class."""
     hints, rows = typing.get_type_hints(cls), []
     for f in dataclasses.fields(_as_dataclass(cls)):
         hint, default = hints[f.name], _default(f) if start is _MISSING else getattr(start, f.name)
@@ -179,7 +181,7 @@ def describe(cls: type, start: Any = _MISSING) -> list[Option]:
             ]
         else:
             rows.append(Option(f.name, type_name(hint), _show(default), _help(f), bool(f.metadata.get("advanced"))))
-    return sorted(rows, key=lambda row: (row.default != REQUIRED, row.advanced, "." in row.key))
+    return sorted(rows, key=lambda row: (row.default != REQUIRED, row.advanced, "." in row.key, row.key in _FOLDERS))
 
 
 def type_name(hint: Any) -> str:

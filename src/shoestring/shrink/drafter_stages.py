@@ -55,7 +55,9 @@ FREE = ("device", "save_every", "eval_every", "run", "resume", "resume_from")
 
 @dataclass(frozen=True)
 class DrafterSettings:
-    model: str = option("", "the model to speed up: a Hugging Face folder, a run folder or a .gguf file")
+    model: str = option(
+        "", "the model to speed up: a Hugging Face folder, a run folder or a .gguf file; required without resume="
+    )
     prompts: str | None = option(
         None, "a .jsonl list of prompts, or a corpus to cut them from; a run's own corpus by default"
     )
@@ -66,12 +68,14 @@ class DrafterSettings:
     num_prompts: int = option(1000, "prompts to complete", least=1)
     prompt_tokens: int = option(32, "tokens of a prompt that is cut from a corpus", least=1, advanced=True)
     new_tokens: int = option(224, "tokens the model writes after each prompt", least=1)
-    temperature: float = option(1.0, "sampling temperature of that text", least=0, advanced=True)
+    temperature: float = option(1.0, "sampling temperature of what the model writes", least=0, advanced=True)
     layers: int = option(2, "blocks of the drafter", least=1)
     d_model: int | None = option(
         None, "width of a drafter with fresh weights; none takes the model's first layers", least=1
     )
-    vocab: int | None = option(None, "tokens its head knows, the most frequent ones; none: all", least=1, advanced=True)
+    vocab: int | None = option(
+        None, "tokens that the drafter's head knows, the most frequent ones; none: all", least=1, advanced=True
+    )
     method: Literal["distill", "adaspec"] = option(
         "distill", "all tokens, or those where it is behind a reference drafter trained first (twice the work)"
     )
@@ -93,7 +97,7 @@ class DrafterSettings:
     seed: int = option(0, "random seed of the weights, the order of the rows and the text")
     held_out: int = option(16, "prompts held out for measuring", least=1, advanced=True)
     num_drafts: int = option(4, "drafts per step when acceptance is measured", least=1, advanced=True)
-    eval_tokens: int = option(64, "tokens written after each of them", least=1, advanced=True)
+    eval_tokens: int = option(64, "tokens written after each held-out prompt", least=1, advanced=True)
     dtype: Literal["auto", "fp32", "bf16"] = option("auto", "compute precision; auto: bf16 on a GPU")
     device: str = option("auto", "auto, cpu, cuda or cuda:1 ...")
     save_every: int = option(200, "steps between checkpoints; 0: only at the end and on Ctrl-C", least=0)

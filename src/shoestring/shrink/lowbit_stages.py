@@ -77,7 +77,7 @@ STAGES = ("clipped", "teacher", "tokens", "checkpoints", "blocks")
 
 @dataclass(frozen=True)
 class LowbitSettings:
-    model: str = option("", "a Hugging Face folder, a run folder or a .gguf file")
+    model: str = option("", "a Hugging Face folder, a run folder or a .gguf file; required without resume=")
     format: str = option("int2:g64", "for all linear layers: int2 int3 int4 nf2 nf3 nf4, with :g128 :s1")
     rules: str | None = option(None, "instead of format: glob=format;glob=format, the first that matches wins")
     embed: str = option(EMBED, EMBED_HELP)
@@ -141,14 +141,16 @@ class BestSettings(LowbitSettings):
         None, "rows of the training text for the block-wise stage, 0: none; none: by the bits", least=0, advanced=True
     )
     init: str | None = option(
-        None, "the method whose grids it starts from: rtn clip awq gptq gptq+clip; none: by the bits", advanced=True
+        None,
+        "the method whose grids training starts from: rtn clip awq gptq gptq+clip; none: by the bits",
+        advanced=True,
     )
     grids: Literal["learned", "derived"] | None = option(
         None,
         "trained, or following their weights from clipped ones on; none: derived at 3 bits without a budget",
         advanced=True,
     )
-    epochs: int = option(4, "passes over those rows", least=1, advanced=True)
+    epochs: int = option(4, "passes of the block-wise stage over its rows", least=1, advanced=True)
     block_batch: int = option(4, "rows in a step of the block-wise stage", least=1, advanced=True)
     memory_gb: float = option(8.0, "activations beyond this go to a file", least=0, advanced=True)
     teacher: Literal["live", "cached"] = option(

@@ -75,7 +75,7 @@ TRAINING = (
 
 @dataclass(frozen=True)
 class Prune24Settings:
-    model: str = option("", "a Hugging Face folder, a run folder or a .gguf file")
+    model: str = option("", "a Hugging Face folder, a run folder or a .gguf file; required without resume=")
     layers: str = option("*", "glob of the layers to prune; the output head only if it is named")
     embed: str = option("dense", f"packed/: {EMBED_HELP}")
     method: Literal["sparsegpt", "wanda", "magnitude"] = option("sparsegpt", "the one-shot method")
@@ -133,7 +133,7 @@ class Prune24Settings:
     refresh: int = option(10, "steps between new masks", least=1, advanced=True)
     distill: bool = option(True, "learn from the dense model's predictions too")
     kl: float | None = option(
-        None, "weight of those predictions; none: 0.67 for ast, 1/3 for cast", least=0, advanced=True
+        None, "weight of the dense model's predictions; none: 0.67 for ast, 1/3 for cast", least=0, advanced=True
     )
     ce: float | None = option(
         None, "weight of the tokens of the text; none: 0.33 for ast, 2/3 for cast", least=0, advanced=True
@@ -142,7 +142,7 @@ class Prune24Settings:
         None, "softmax temperature of the predictions; none: 2 for ast, 1 for cast", least=0, advanced=True
     )
     text: str | None = option(None, "a text file: perplexity of every stage; default: a run's own validation split")
-    max_tokens: int = option(16384, "tokens of that text at most", least=2, advanced=True)
+    max_tokens: int = option(16384, "tokens of the text to evaluate at most", least=2, advanced=True)
     verify: Literal["auto", "true", "false"] = option("auto", VERIFY_HELP, advanced=True)
     max_perplexity: float = option(MAX_PERPLEXITY, MAX_HELP, least=1, advanced=True)
     force: bool = option(False, FORCE_HELP)

@@ -40,7 +40,7 @@ DAMAGE = "damage.jsonl"  # finished trials of bits_budget
 
 @dataclass(frozen=True)
 class PtqSettings:
-    model: str = option("", "a Hugging Face folder, a run folder or a .gguf file")
+    model: str = option("", "a Hugging Face folder, a run folder or a .gguf file; required without resume=")
     format: str = option("nf3", "for all linear layers: int2 int3 int4 int8 nf2 nf3 nf4 fp3 fp4, with :g128 :s1")
     rules: str | None = option(None, "instead of format: glob=format;glob=format, the first that matches wins")
     embed: str = option(EMBED, EMBED_HELP)
