@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from http.client import HTTPResponse
@@ -22,6 +23,7 @@ from serving import running, wait_for  # noqa: E402
 from shoestring.serve.http.grammar import Grammars  # noqa: E402
 from shoestring.serve.http.request_parsing import Limits, parse_chat  # noqa: E402
 from shoestring.serve.http.request_schema import ApiError, ChatBody  # noqa: E402
+from shoestring.serve.http.responses import CompletionResponse  # noqa: E402
 from tiny import chat_tokenizer  # noqa: E402
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -79,6 +81,62 @@ def test_the_openai_client_raises_its_own_errors(service: Any) -> None:
     assert too_long.value.code == "context_length_exceeded"
     answer = good.create(model="tiny", messages=HELLO, max_tokens=2, user="me", store=False, tools=[])
     assert answer.usage.completion_tokens <= 2
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_a_defect_is_logged_and_not_shown(
+    service: Any, http: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, method: str
+) -> None:
+    def fail(*_given: object) -> None:
+        raise RuntimeError("a secret")
+
+    monkeypatch.setattr(service.engine_thread, "metrics_text", fail)
+    monkeypatch.setattr("shoestring.serve.http.app.tokenize", fail)
+    path, body = ("/metrics", None) if method == "GET" else ("/tokenize", {"prompt": "a"})
+    response = http.request(method, path, json=body)
+    refused(response, 500, "internal error", response.headers["x-request-id"])
+    assert "secret" not in response.text
+    wait_for(lambda: "RuntimeError: a secret" in caplog.text)
+    assert caplog.text.count("Traceback") == 1 and f"{response.headers['x-request-id']} failed" in caplog.text
+
+
+def test_a_stream_ends_with_the_error_of_the_thread_that_writes_it(
+    http: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_given: object) -> None:
+        raise ApiError(503, "too much to do", code="overloaded")
+
+    monkeypatch.setattr("shoestring.serve.http.app.RENDERED_INLINE", -1)
+    monkeypatch.setattr(CompletionResponse, "chunks", refuse)
+    told = http.post(TEXT, json={"prompt": "a", "max_tokens": 2, "stream": True}).text
+    assert json.loads(told.removeprefix("data: ").partition("\n")[0])["error"]["code"] == "overloaded"
+    assert told.endswith("data: [DONE]\n\n") and "Traceback" not in caplog.text
+
+
+def test_who_leaves_while_a_thread_writes_is_no_defect(
+    service: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    writes, may_end = threading.Event(), threading.Event()
+
+    def wait(*_given: object) -> list[str]:
+        writes.set()
+        assert may_end.wait(60)
+        return []
+
+    monkeypatch.setattr("shoestring.serve.http.app.RENDERED_INLINE", -1)
+    monkeypatch.setattr(CompletionResponse, "chunks", wait)
+    body = json.dumps({"prompt": "a", "max_tokens": 20, "ignore_eos": True, "stream": True})
+    head = (
+        f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer first\r\nContent-Type: application/json\r\n"
+    )
+    url = httpx.URL(service.url)
+    with socket.create_connection((url.host, url.port), timeout=60) as client:  # nothing is told before the first token
+        client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+        assert writes.wait(60)
+    wait_for(lambda: not service.server.server_state.tasks)
+    may_end.set()
+    wait_for(lambda: nothing_is_left(service))
+    assert "Traceback" not in caplog.text
 
 
 @pytest.mark.parametrize(

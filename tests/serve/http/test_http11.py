@@ -186,6 +186,20 @@ def test_what_is_not_http_is_said_to_be(service: Any, sent: bytes) -> None:
     assert body == b"Invalid HTTP request received."
 
 
+@pytest.mark.parametrize("kind", ["application/json", "text/plain"])  # the second is refused without its body
+@pytest.mark.parametrize("first", ["POST /v1/completions", "POST /nowhere", "GET /health"])
+def test_a_body_that_breaks_off_has_one_answer(
+    service: Any, caplog: pytest.LogCaptureFixture, first: str, kind: str
+) -> None:
+    head = f"{first} HTTP/1.1\r\nHost: localhost\r\nContent-Type: {kind}\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with connect(service) as client:
+        client.sendall(head.encode() + b"no number\r\n")
+        received = all_answers(client)
+    assert received.startswith(b"HTTP/1.1 400") and received.count(b"HTTP/1.1 ") == 1
+    wait_for(lambda: not service.server.server_state.tasks)
+    assert "Traceback" not in caplog.text and "ASGI callable" not in caplog.text
+
+
 def test_a_header_has_a_size(service: Any) -> None:
     line = b"X-Filler: " + b"x" * 1000 + b"\r\n"
     with connect(service) as client:

@@ -111,6 +111,7 @@ class ApiSettings:
 class RequestNote:
     """What is known of a request beside its ASGI scope, where it is kept under "shoestring"."""
 
+    id: str
     client: str  # whose turn it takes where clients wait for each other
     headers: dict[bytes, bytes]
     exchange: Exchange
@@ -189,6 +190,7 @@ class Api:
                 app.add_api_route(path, handler, methods=[method], response_model=None)
         app.add_exception_handler(ApiError, _error_response)
         app.add_exception_handler(HTTPException, _http_error_response)
+        app.add_exception_handler(Exception, _internal_error_response)  # else Starlette answers, in plain text
         return app
 
     # -- generation -----------------------------------------------------------------------------------------
@@ -353,6 +355,10 @@ class Api:
                         await write(part([*chunks, *response.last_chunks()], more=False))
                     elif chunks or not unread:
                         await write(part(chunks or [": waiting\n\n"]))
+            except ClientDisconnect:  # while a worker thread wrote events
+                return
+            except ApiError as told:  # e.g. the worker threads have too much to do
+                await write(part(response.error_chunks(told), more=False))
             except Exception:
                 log.exception("a stream broke")
                 error = ApiError(500, "internal error; the server's log says more")
@@ -645,7 +651,7 @@ class RequestMiddleware:
         # Whose turn the request takes where clients wait for each other.
         key = hashlib.blake2b(headers.get(b"authorization", b""), digest_size=8).hexdigest() if self._keys else ""
         client = f"{key} {network_of(scope['client'][0]) if scope.get('client') else ''}"
-        note = scope["shoestring"] = RequestNote(client, headers, scope["exchange"], send)
+        note = scope["shoestring"] = RequestNote(request_id, client, headers, scope["exchange"], send)
         status = 0
 
         async def send_with_id(message: Message) -> None:
@@ -686,8 +692,7 @@ class RequestMiddleware:
         except Exception:
             log.exception("request %s failed", request_id)
             if status == 0:
-                failed = ApiError(500, f"internal error; the server's log says more (request {request_id})")
-                await _error_response(None, failed)(scope, receive, send_with_id)
+                await _internal_error(request_id)(scope, receive, send_with_id)
         finally:
             _log_line(scope, request_id, status, time.monotonic() - began, note.response)
 
@@ -756,6 +761,16 @@ def _file(name: str, headers: dict[str, str]) -> Response:
 def _error_response(_request: Request | None, error: Any) -> Response:
     assert isinstance(error, ApiError)
     return JSONResponse(error.body(), error.status, headers=error.headers)
+
+
+def _internal_error(request_id: str) -> Response:
+    message = f"internal error; the server's log says more (request {request_id})"
+    return _error_response(None, ApiError(500, message))
+
+
+async def _internal_error_response(request: Request, _error: Any) -> Response:
+    """Starlette raises the error again afterwards, and `RequestMiddleware` logs it."""
+    return _internal_error(note_of(request).id)
 
 
 def _http_error_response(request: Request, error: Any) -> Response:

@@ -123,6 +123,9 @@ class LimitedConnection(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             super().send_400_response(msg)
+            if not self._between_requests:  # a body that breaks off: its handler must not answer a second time
+                self.cycle.disconnected = True
+                self.cycle.message_event.set()
         else:  # a response is on its way already, and what follows cannot be told from its parts
             self.transport.close()
 
