@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("pydantic", reason="the server needs shoestring[serve]")
 
 from shoestring.serve.http.request_schema import ApiError
-from shoestring.serve.http.request_workers import MOST_REST_S, RequestWorkers
+from shoestring.serve.http.request_workers import MOST_REST_S, Lane, RequestWorkers
 
 
 @pytest.fixture
@@ -90,6 +90,20 @@ def test_a_job_that_is_late_is_given_up_and_never_begun(held: threading.Event) -
 
     asyncio.run(ask())
     assert not begun
+
+
+@pytest.mark.parametrize(
+    ("lane", "told"), [("light", "did not read the request"), ("render", "did not write the answer")]
+)
+def test_what_was_not_done_in_time_is_said(held: threading.Event, lane: Lane, told: str) -> None:
+    async def ask() -> None:
+        workers = RequestWorkers(max_wait_s=0.05)
+        with pytest.raises(ApiError, match=told):
+            await workers.run(lane, "a", 1, held.wait)
+        held.set()
+        workers.stop()
+
+    asyncio.run(ask())
 
 
 def test_long_jobs_leave_time_between_them() -> None:

@@ -82,7 +82,7 @@ class RequestWorkers:
                 code="queue_full",
                 headers={"Retry-After": str(RETRY_S)},
             ) from None
-        give_up = loop.call_later(self.max_wait_s, job.finish, None, self._late())
+        give_up = loop.call_later(self.max_wait_s, job.finish, None, self._late(lane))
         try:
             return await job.future  # type: ignore[no-any-return]
         finally:
@@ -94,10 +94,11 @@ class RequestWorkers:
         for thread in self._lanes.values():
             thread.stop()
 
-    def _late(self) -> ApiError:
+    def _late(self, lane: Lane) -> ApiError:
+        what = "write the answer" if lane == "render" else "read the request"
         return ApiError(
             503,
-            f"the server is busy and did not read the request within {self.max_wait_s:.0f} seconds; try again later",
+            f"the server is busy and did not {what} within {self.max_wait_s:.0f} seconds; try again later",
             code="overloaded",
             headers={"Retry-After": str(RETRY_S)},
         )
