@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
-from benchmarks import checkpoint, communication, drafter_tables, reshard
+from benchmarks import checkpoint, communication, cpu_decode, drafter_tables, reshard
 from benchmarks.path_figure import path
 from benchmarks.results import newest, recorded
 from benchmarks.svg_plot import GREY, INK, Axis, Bar, Lane, Level, Marks, Panel, bar_plot, span_plot, xy_plot
@@ -137,8 +137,8 @@ def cpu_speed() -> str:
     """One request on a CPU beside llama.cpp."""
     names = {
         "fp32": ("Shoestring, fp32", GREY),
-        "int4:g64, 8-bit activations and head": ("Shoestring, int4, 8-bit activations", 0),
-        "llama.cpp Q4_1": ("llama.cpp, Q4_1", 1),
+        cpu_decode.SHRUNK: ("Shoestring, int4 by gptq+clip, 8-bit activations", 0),
+        **{case: (case.replace("llama.cpp ", "llama.cpp, "), color) for color, case in enumerate(cpu_decode.LLAMA, 1)},
     }
     lines = newest("cpu_decode")
     quality = {n["case"]: n["value"] for n in lines if n["metric"] == "perplexity"}
@@ -154,8 +154,8 @@ def cpu_speed() -> str:
         f"{SMOLLM2}, 64 tokens in, 48 out, aarch64 CPU; llama.cpp was built on the same machine",
         bars,
         list(names.values()),
-        "Our int4 weights are rounded once more from the Q4_1 weights that llama.cpp uses as they are, hence the "
-        f"higher perplexity (first 3,072 tokens of the {WIKITEXT}, context 512).",
+        "All start from the same Q4_1 file. Q4_1 is that file; the other 4-bit weights were made of it. "
+        f"Perplexity: first 3,072 tokens of the {WIKITEXT}, context 512.",
         left=100,
     )
 

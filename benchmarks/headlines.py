@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from benchmarks import drafter_tables
+from benchmarks import cpu_decode, drafter_tables
 from benchmarks.results import markdown, recorded
 
 GPU, CPU = "H200", "2 CPU cores (aarch64)"
@@ -173,16 +173,17 @@ def speculation() -> list[str]:
 
 
 def cpu() -> list[str]:
-    case = "int4:g64, 8-bit activations and head"
-    ours = find("cpu_decode", case, "tokens_per_s", threads=2, clock="wall")
-    peer = find("cpu_decode", "llama.cpp Q4_1", "tokens_per_s", threads=2, clock="wall")
-    worse = find("cpu_decode", case, "perplexity_by_token")
-    theirs = find("cpu_decode", "llama.cpp Q4_1", "perplexity")
+    def said(case: str, quality: str) -> str:
+        speed = find("cpu_decode", case, "tokens_per_s", threads=2, clock="wall")["value"]
+        return f"{speed:,.0f} tokens/s, perplexity {find('cpu_decode', case, quality)['value']:.1f}"
+
+    peers = (f"{case.removeprefix('llama.cpp ')}: {said(case, 'perplexity')}" for case in cpu_decode.LLAMA)
+    tokens = find("cpu_decode", cpu_decode.SHRUNK, "perplexity_by_token")["config"]["tokens"]
     return [
         "4-bit decoding on a CPU",
-        f"SmolLM2-135M-Instruct, perplexity on {theirs['config']['tokens']:,} tokens",
+        f"SmolLM2-135M-Instruct (a Q4_1 file), perplexity on {tokens:,} tokens",
         CPU,
-        f"llama.cpp Q4_1, default build: {peer['value']:,.0f} tokens/s, perplexity {theirs['value']:.1f}",
-        f"{ours['value']:,.0f} tokens/s, perplexity {worse['value']:.1f} (rounded again from Q4_1)",
+        f"llama.cpp, default build, {'; '.join(peers)}",
+        f"{said(cpu_decode.SHRUNK, 'perplexity_by_token')} (one run)",
         link("8-bit activations", "int8_activations.md"),
     ]
