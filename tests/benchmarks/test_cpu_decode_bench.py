@@ -45,7 +45,7 @@ def test_the_table_has_measured_rows_and_clocks_only(tmp_path: Path, monkeypatch
     text = cpu_decode.table()
     assert f"| {stepped} | 34.50 | 34.40 |  |  | 25.0 (25.0-25.0) | 2.00x |" in text
     assert f"| {bare} | 34.50 |  |" in text  # prompts are computed alike
-    assert "in units of llama.cpp's: 0.50 (int4:g64, 2 threads)." in text
+    assert "in units of llama.cpp's best: 0.50 (int4:g64, 2 threads)." in text
 
 
 def test_the_script_for_the_other_interpreter_is_python() -> None:
