@@ -203,6 +203,14 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return small_corpus(tmp_path_factory.mktemp("corpus")).folder
 
 
+def tiny_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, corpus: Path) -> tuple[Any, ...]:
+    """Rows of a tiny model, recorded under `tmp_path`: the arguments of a call."""
+    monkeypatch.setitem(sparse24_quality.SIZES, "gpt2-124m", TINY)
+    monkeypatch.setattr(sparse24_quality, "EVAL_BATCHES", 1)
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    return ("--size", "gpt2-124m", "--corpus", corpus, "--folder", tmp_path / "rows")
+
+
 def call(monkeypatch: pytest.MonkeyPatch, *arguments: Any) -> None:
     monkeypatch.setattr(sys, "argv", ["sparse24_quality", *map(str, arguments)])
     sparse24_quality.main()
@@ -211,10 +219,7 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: Any) -> None:
 def test_rows_are_recorded_go_on_where_they_stopped_and_fill_the_table(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sparse24_quality.SIZES, "gpt2-124m", TINY)
-    monkeypatch.setattr(sparse24_quality, "EVAL_BATCHES", 1)
-    monkeypatch.setattr(results, "RESULTS", tmp_path)
-    common = ("--size", "gpt2-124m", "--corpus", corpus, "--folder", tmp_path / "rows", "--missing")
+    common = (*tiny_rows(monkeypatch, tmp_path, corpus), "--missing")
     assert table() == "No row has been finished yet."
 
     with monkeypatch.context() as hopeless:
@@ -268,10 +273,7 @@ def test_rows_are_recorded_go_on_where_they_stopped_and_fill_the_table(
 def test_a_signal_ends_a_call_and_what_was_cut_off_comes_first(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sparse24_quality.SIZES, "gpt2-124m", TINY)
-    monkeypatch.setattr(sparse24_quality, "EVAL_BATCHES", 1)
-    monkeypatch.setattr(results, "RESULTS", tmp_path)
-    common = ("--size", "gpt2-124m", "--corpus", corpus, "--folder", tmp_path / "rows")
+    common = tiny_rows(monkeypatch, tmp_path, corpus)
 
     class Asking(Deadline):
         def after_step(self, run: Any) -> None:
@@ -311,10 +313,7 @@ def test_a_signal_ends_a_call_and_what_was_cut_off_comes_first(
 def test_another_decay_is_a_row_of_its_own(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sparse24_quality.SIZES, "gpt2-124m", TINY)
-    monkeypatch.setattr(sparse24_quality, "EVAL_BATCHES", 1)
-    monkeypatch.setattr(results, "RESULTS", tmp_path)
-    common = ("--size", "gpt2-124m", "--corpus", corpus, "--missing", "--rows", "dense:0", "SR-STE:0")
+    common = (*tiny_rows(monkeypatch, tmp_path, corpus), "--missing", "--rows", "dense:0", "SR-STE:0")
     call(monkeypatch, *common)
     call(monkeypatch, *common, "--decay", 2e-4)  # the published one: both are known
     call(monkeypatch, *common, "--decay", 0.02)  # dense has no decay: known
