@@ -21,10 +21,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from shoestring.config import REQUIRED, apply_overrides, describe
+from shoestring.errors import UserError
 from shoestring.evals.model_row import measure_speed_of
 from shoestring.model import Decoder, ModelSpec, save_model
 from shoestring.paths import cache_folder
 from shoestring.recipes import demo
+from shoestring.recipes.find import builtin_recipes, load_recipe
 from shoestring.runlog import read_jsonl
 from shoestring.state.run_lock import hold_run
 from shoestring.state.storage import SafeReader
@@ -264,6 +267,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     "dtype": (["data=CORPUS", "dtype=int8"], "allowed are auto, fp32, bf16"),
     "device": (["data=CORPUS", "device=cuda:99"], "device"),
     "context": (["data=CORPUS", "context=1000000"], "context"),
+    "no steps": (["data=CORPUS", "steps=0"], "steps=0 is not possible; give 1 or more"),
 }
 
 
@@ -275,9 +279,24 @@ def test_bad_inputs_leave_nothing_behind(cli: Callable[..., str], corpus: Path, 
     places = {"EMPTY": tmp_path / "EMPTY.txt", "BINARY": tmp_path / "BINARY.txt", "CORPUS": corpus, "BARE": bare}
     argv, needle = BAD[name]
     argv = [f"{key}={places.get(value, value)}" for key, value in (a.split("=") for a in argv)]
-    small = [s for s in (*TINY, *SHORT) if s.split("=")[0] not in {a.split("=")[0] for a in argv}]
-    assert needle in cli("run", "train/dense", *argv, *small, "steps=2", fails=True)
+    small = [s for s in (*TINY, *SHORT, "steps=2") if s.split("=")[0] not in {a.split("=")[0] for a in argv}]
+    assert needle in cli("run", "train/dense", *argv, *small, fails=True)
     assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").iterdir())
+
+
+@pytest.mark.parametrize("name", builtin_recipes())
+def test_a_count_that_makes_no_sense_is_refused(name: str) -> None:
+    """Below zero always, and zero where neither the default nor the help says what zero does."""
+    config = load_recipe(name).Config
+    settings = describe(config)
+    required = [f"{row.key}=x" for row in settings if row.default == REQUIRED]
+    counts = [row for row in settings if "int" in row.type.split(" | ")]
+    assert counts
+    for row in counts:
+        zero = row.default == "0" or re.search(r"\b0\b", row.help) or row.key == "warmup"
+        for value in (-1,) if zero else (-1, 0):
+            with pytest.raises(UserError, match=rf"^{row.key}={value} is not possible; give \d+ or more$"):
+                apply_overrides(config, [*required, f"{row.key}={value}"])
 
 
 def test_a_run_folder_is_never_overwritten(cli: Callable[..., str], corpus: Path, tmp_path: Path) -> None:

@@ -30,9 +30,11 @@ AXES = ("replica", "dp", "tp")
 
 @dataclass(frozen=True)
 class MeshConfig:
-    dp: int = field(default=1, metadata={"help": "processes that share each batch and shard the state (FSDP2)"})
-    tp: int = field(default=1, metadata={"help": "processes that share each matrix (tensor parallel)"})
-    replica: int = field(default=1, metadata={"help": "whole copies of the sharded state"})
+    dp: int = field(
+        default=1, metadata={"help": "processes that share each batch and shard the state (FSDP2)", "least": 1}
+    )
+    tp: int = field(default=1, metadata={"help": "processes that share each matrix (tensor parallel)", "least": 1})
+    replica: int = field(default=1, metadata={"help": "whole copies of the sharded state", "least": 1})
     timeout_s: float = field(
         default=1800.0, metadata={"help": "seconds that a process waits for another one before it gives up"}
     )
@@ -135,7 +137,9 @@ def open_mesh(cfg: MeshConfig | None = None, device: str = "auto") -> Mesh:
     world_size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     sizes = (cfg.replica, cfg.dp, cfg.tp)
     if min(sizes) < 1:
-        raise UserError(f"mesh axes must be at least 1, got replica={cfg.replica} dp={cfg.dp} tp={cfg.tp}")
+        raise UserError(
+            f"the mesh replica={cfg.replica} x dp={cfg.dp} x tp={cfg.tp} is not possible; give 1 or more for each"
+        )
     if not cfg.timeout_s > 0:
         raise UserError(f"mesh.timeout_s={cfg.timeout_s} is not possible; give more than 0 seconds")
     wanted = cfg.num_processes

@@ -94,7 +94,7 @@ class DrafterSettings:
     context: int = option(256, "tokens per row", least=1)
     lr: float = option(1e-3, "peak learning rate; cosine to a tenth", least=0)
     warmup: int = option(50, "steps of linear warm-up", least=0)
-    seed: int = option(0, "random seed of the weights, the order of the rows and the text")
+    seed: int = option(0, "random seed of the weights, the order of the rows and the text", least=0)
     held_out: int = option(16, "prompts held out for measuring", least=1, advanced=True)
     num_drafts: int = option(4, "drafts per step when acceptance is measured", least=1, advanced=True)
     eval_tokens: int = option(64, "tokens written after each held-out prompt", least=1, advanced=True)

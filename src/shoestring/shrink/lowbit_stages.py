@@ -104,7 +104,7 @@ class LowbitSettings:
         advanced=True,
     )
     clip: float = option(1.0, "largest gradient norm; 0 is off", least=0, advanced=True)
-    seed: int = option(0, "random seed of the text and the order of the data")
+    seed: int = option(0, "random seed of the text and the order of the data", least=0)
     text: str | None = option(None, "a text file: perplexity before and after; not the training text")
     eval_context: int = option(1024, "tokens the model sees at once in the evaluation", least=2, advanced=True)
     eval_tokens: int = option(16384, "tokens of the text to evaluate at most", least=2, advanced=True)

@@ -146,7 +146,7 @@ class Prune24Settings:
     verify: Literal["auto", "true", "false"] = option("auto", VERIFY_HELP, advanced=True)
     max_perplexity: float = option(MAX_PERPLEXITY, MAX_HELP, least=1, advanced=True)
     force: bool = option(False, FORCE_HELP)
-    seed: int = option(0, "random seed of the order of the data")
+    seed: int = option(0, "random seed of the order of the data", least=0)
     dtype: Literal["auto", "fp32", "bf16"] = option("auto", "compute precision, masters are fp32; auto: bf16 on GPU")
     device: str = option("auto", "auto, cpu, cuda or cuda:1 ...")
     recompute: bool = option(

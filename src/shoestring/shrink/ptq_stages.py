@@ -105,7 +105,7 @@ class PtqSettings:
     loss: Literal["token", "square"] = option(
         "token", "blockwise: weigh every token alike, or take plain squares", advanced=True
     )
-    seed: int = option(0, "blockwise: random seed of the order of the windows", advanced=True)
+    seed: int = option(0, "blockwise: random seed of the order of the windows", least=0, advanced=True)
     bits_budget: float | None = option(
         None, "instead of format: average bits per weight, distributed over the layers by measured damage"
     )

@@ -62,7 +62,7 @@ class Config(CheckpointConfig, ReducerConfig, pretraining.ModelConfig, CorpusCon
     """Behind the keys of the corpus (train/shards.py), of the model (train/pretraining.py), of the reducer
     (train/reducers/build.py) and of checkpoints (state/levels/settings.py)."""
 
-    steps: int = option(2000, "optimizer steps", least=0)
+    steps: int = option(2000, "optimizer steps", least=1)
     batch: int = option(16, "rows per step over all ranks", least=1)
     context: int = option(256, "tokens per row", least=2)
     micro: int | None = option(
@@ -75,7 +75,7 @@ class Config(CheckpointConfig, ReducerConfig, pretraining.ModelConfig, CorpusCon
     )
     weight_decay: float = option(0.1, "AdamW decay of the matrices", least=0, advanced=True)
     clip: float = option(1.0, "largest gradient norm; 0 is off", least=0, advanced=True)
-    seed: int = option(0, "random seed of the weights and the order of the data")
+    seed: int = option(0, "random seed of the weights and the order of the data", least=0)
     dtype: Literal["auto", "fp32", "bf16"] = option("auto", "compute precision, masters are fp32; auto: bf16 on GPU")
     device: str = option("auto", "auto, cpu, cuda or cuda:1 ...")
     recompute: bool = option(
