@@ -136,6 +136,23 @@ def test_where_all_connections_are_at_work_a_newcomer_gets_a_503(service: Any) -
     assert httpx.get(f"{service.url}/health").status_code == 200
 
 
+def num_aborted(service: Any) -> float:
+    lines = httpx.get(f"{service.url}/metrics").text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if '_total{finished_reason="abort"' in line)
+
+
+def test_a_client_that_leaves_is_noticed_after_a_large_body_too(service: Any) -> None:
+    """uvicorn does not read on where more than 64 KiB of a body came at once."""
+    asked = json.dumps({"prompt": "a", "max_tokens": 4000, "ignore_eos": True}).encode() + b" " * 180_000
+    for _ in range(3):
+        before = num_aborted(service)
+        with connect(service) as client:
+            client.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(asked) + asked)
+            wait_for(lambda: service.client.num_open == 1)
+        wait_for(lambda: service.client.num_open == 0)
+        assert num_aborted(service) == before + 1
+
+
 def test_a_body_in_tiny_chunks_is_refused(service: Any) -> None:
     with connect(service) as client:
         client.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n")

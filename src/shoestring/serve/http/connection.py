@@ -119,6 +119,12 @@ class LimitedConnection(H11Protocol):
         if self.cycle is not before:  # its task has not begun: that is for a later turn of the event loop
             self._exchange = Exchange(self.cycle, self.loop)
             self.cycle.scope["exchange"] = self._exchange  # type: ignore[typeddict-unknown-key]
+        if self.flow.read_paused and not self._between_requests and not self.cycle.more_body:
+            # uvicorn stops reading at a large body until the application asks for more of it, which nobody does after
+            # the last part. Without reading, a client that leaves is not noticed. A next request has to wait, though.
+            next_request, _closed = self.conn.trailing_data
+            if not next_request:
+                self.flow.resume_reading()
 
     def send_400_response(self, msg: str) -> None:
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
