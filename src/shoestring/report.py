@@ -163,6 +163,7 @@ class Table:
     rows: Sequence[Sequence[Any]]
     note: str = ""
     folded: bool = False  # on the page: shown when its title is clicked
+    empty: str = "none"  # on the console, instead of headers without rows
 
     @property
     def cells(self) -> list[list[str]]:
@@ -207,7 +208,10 @@ class Table:
             table.add_row(*map(RichText, row))  # Text: a value in [brackets] is no markup
         # Without a terminal lines need not fit a screen.
         console = Console() if sys.stdout.isatty() else Console(width=220)
-        console.print(table)
+        if self.rows:
+            console.print(table)
+        else:
+            print(f"{self.title}: {self.empty}\n")
         if self.note:
             print(f"  {self.note}\n")
 

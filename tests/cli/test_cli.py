@@ -635,6 +635,17 @@ def test_inspect_of_files_that_hold_no_weights(cli: Cli, model_folder: Path, tmp
     assert_one_line_error(cli("inspect", model_folder / "model.safetensors", "--against", model_folder), "is a file")
 
 
+def test_inspect_says_in_words_that_there_is_nothing(cli: Cli, tmp_path: Path) -> None:
+    save_file({}, tmp_path / "empty.safetensors")
+    for options in ((), ("--layers",)):
+        shown = cli("inspect", tmp_path / "empty.safetensors", *options).out
+        assert "Weights: none, no tensors are stored here\n" in shown and "bits per weight" not in shown
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    shown = cli("inspect", tmp_path / "run", "--verify").out
+    assert "Config: none\n" in shown
+    assert f"Verified: nothing, {tmp_path / 'run'} holds no model or checkpoint\n" in shown
+
+
 def test_inspect_of_a_part_of_a_checkpoint(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SHOESTRING_CACHE", str(tmp_path / "cache"))

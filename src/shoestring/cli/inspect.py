@@ -277,7 +277,8 @@ def with_errors(stored: list[Stored], folder: Path, spec: ModelSpec) -> tuple[li
 
 def weights_table(stored: list[Stored], each_layer: bool = False) -> Table:
     """One row per kind of weight, layer numbers folded, or one per weight."""
-    return Table("Weights", *(_each_weight(stored) if each_layer else _kinds(stored)))
+    headers, rows = _each_weight(stored) if each_layer else _kinds(stored)
+    return Table("Weights", headers, rows, empty="none, no tensors are stored here")
 
 
 def _kinds(stored: list[Stored]) -> tuple[list[str], list[list[Any]]]:
@@ -376,7 +377,8 @@ def verified_table(path: Path) -> tuple[Table, list[str]]:
             checksums += f", {len(found.unknown)} weight {'files have' if found.unknown[1:] else 'file has'} none"
         rows.append([str(place), checksums, found.num_tensors, "; ".join(found.problems) or "none"])
         problems += found.problems
-    return Table("Verified", ["path", "checksums", "tensors read", "problems"], rows), problems
+    headers, empty = ["path", "checksums", "tensors read", "problems"], f"nothing, {path} holds no model or checkpoint"
+    return Table("Verified", headers, rows, empty=empty), problems
 
 
 # -- against the model it was made from --------------------------------------------------------------
