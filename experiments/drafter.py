@@ -24,8 +24,8 @@ take, as far as an earlier one of its kind tells (seconds.json in DIR), and what
 
 A row is recorded as soon as it is measured. SIGTERM, Ctrl-C and the end of --deadline stop a training after its step:
 it is saved in --target-folder, where the same call goes on with it, and measured as it is if half of its steps are
-done; such a row has ", cut" in its budget, its steps, and planned_steps. A measurement is completed. After that, or
-at once in other stages, the call ends; a second signal ends it in any case.
+done; such a row has ", cut" in its budget, its steps, and planned_steps. AdaSPEC's reference is kept there, too. A
+measurement is completed. After that, or at once in other stages, the call ends; a second signal ends it in any case.
 
 Every drafter starts as the target's first layers and sees the same rows of the corpus in the same order (or of text
 that the target wrote: `own_text` of a size). It is measured on prompts from documents that neither it nor the target
@@ -265,6 +265,11 @@ class PaceLog(RunLog):
     def last_step(self) -> int:
         return int(self.history[-1]["step"]) if self.history else 0
 
+    @property
+    def from_start(self) -> bool:
+        """Whether steps were done, and not the rest of a training that an earlier call began."""
+        return bool(self.history) and int(self.history[0]["step"]) <= LOG_EVERY
+
 
 # -- the rows ------------------------------------------------------------------------------------------------
 
@@ -340,20 +345,30 @@ class Bench:
     def schedule(self, steps: int) -> Schedule:
         return Schedule(steps, self.size.draft_lr, max(1, steps // 20), save_last=False)
 
-    def reference(self, steps: int, data: TokenData) -> ScalarCache:
+    def reference(self, planned: Planned, data: TokenData) -> ScalarCache:
         """Losses on `data` of a drafter with the same initial weights and number of steps; DistillSpec's serves as
-        one."""
+        one. What an earlier call kept is read: the losses, or else the training, as far as it came."""
+        steps = planned.steps
         key = steps, data.batch
-        if key not in self.references:
+        if key in self.references:
+            return self.references[key]
+        losses = self.folder / f"reference-{steps}-{data.batch}-{self.layers}-{self.seed}"
+        if (losses / "manifest.json").is_file():  # written last
+            held = ScalarCache.open(losses)
+        else:
+            checkpoints = self.checkpoints(planned).with_name(planned.name(self.seed) + "-reference")
             objective = make_objective(self.cache, vocab_ids=self.vocab_ids)
             assert isinstance(objective, DraftDistill)
             if steps not in self.plain:
+                # The last step is saved as well: the losses may be cut off.
+                how = replace(self.schedule(steps), save_last=True)
+                place = checkpoints if self.kept else None
                 self.plain[steps] = distil(
-                    self.fresh_drafter(), self.data, objective, self.schedule(steps), self.mesh, self.log
+                    self.fresh_drafter(), self.data, objective, how, self.mesh, self.log, checkpoints=place
                 )
-            folder = self.folder / f"reference-{steps}-{data.batch}-{self.seed}"
-            held = reference_losses(folder, objective, self.plain[steps], data, steps=steps)
-            self.references[key] = held.to(self.device)
+            held = reference_losses(losses, objective, self.plain[steps], data, steps=steps)
+            shutil.rmtree(checkpoints, ignore_errors=True)
+        self.references[key] = held.to(self.device)
         return self.references[key]
 
     def checkpoints(self, planned: Planned) -> Path:
@@ -371,7 +386,8 @@ class Bench:
         checkpoints = self.checkpoints(planned) if self.kept else None
         try:
             self.log.begin(f"the reference of {planned}", steps)
-            reference = self.reference(steps, data) if case.reference else None
+            reference = self.reference(planned, data) if case.reference else None
+            whole = self.log.from_start or not case.reference
             objective = make_objective(
                 self.cache,
                 loss=case.loss,
@@ -388,7 +404,7 @@ class Bench:
             if not case.reference and self.log.pace is not None:
                 self.seconds.note(case.name, self.log.pace)
             return drafter, self.log.last_step if self.log.what == str(planned) else 0, True
-        if self.log.history and self.log.history[0]["step"] <= LOG_EVERY:  # not the rest of a training
+        if whole and self.log.from_start:  # nothing was read that the next one has to train
             self.seconds.note(case.name, (time.perf_counter() - began) / steps)
         if checkpoints is not None:
             shutil.rmtree(checkpoints, ignore_errors=True)

@@ -136,35 +136,46 @@ def test_prepared_trained_and_timed_by_three_calls(tmp_path: Path, monkeypatch: 
     assert [n["config"].get("rule") for n in added] == [None] * 3 + ["block"] * 3
 
 
+class Calls:
+    """Calls of the bench for `rows` alone, of 30 steps each, that a signal may cut off at a step of a training."""
+
+    def __init__(self, rows: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+        self.rows, self.folder, self.monkeypatch, self.capsys = rows, folder, monkeypatch, capsys
+        self.seen: list[tuple[str, int]] = []  # steps that the trainings of the last call logged
+        self.stop = "", 0
+        log = drafter.PaceLog.log
+
+        def signalling(pace: drafter.PaceLog, step: int, **scalars: Any) -> None:
+            log(pace, step, **scalars)
+            self.seen.append((pace.what, step))
+            if self.seen[-1] == self.stop:
+                signal.raise_signal(signal.SIGTERM)
+
+        monkeypatch.setattr(drafter.PaceLog, "log", signalling)
+
+    def __call__(self, folder: str, *more: str, stop: tuple[str, int] = ("", 0)) -> tuple[list[dict[str, Any]], str]:
+        """What the call recorded, and what it printed."""
+        self.seen, self.stop, before = [], stop, len(results.recorded("drafter"))
+        given = ["x", "--size", "smoke", "--steps", "30", "--no-speed", "--target-folder", str(self.folder / folder)]
+        self.monkeypatch.setattr(sys, "argv", [*given, "--rows", *self.rows, *more])
+        before_signals = signal.getsignal(signal.SIGTERM)
+        drafter.main()
+        assert signal.getsignal(signal.SIGTERM) is before_signals
+        return results.recorded("drafter")[before:], self.capsys.readouterr().out
+
+
 @pytest.mark.usefixtures("tiny_text")
 def test_a_training_that_was_cut_off_is_measured_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Rows alone, with a target that is trained once; the second call ends with the drafter of a whole training."""
     rows = ["DistillSpec:equal steps", "DistillSpec, on-policy:equal steps"]
-    asked_at = [0]
-    log = drafter.PaceLog.log
-
-    def signalling(self: drafter.PaceLog, step: int, **scalars: Any) -> None:
-        log(self, step, **scalars)
-        if step == asked_at[0]:
-            signal.raise_signal(signal.SIGTERM)
-
-    def call(folder: str, *more: str, stop: int = 0) -> tuple[list[dict[str, Any]], str]:
-        asked_at[0], before = stop, len(results.recorded("drafter"))
-        given = ["x", "--size", "smoke", "--steps", "30", "--no-speed", "--target-folder", str(tmp_path / folder)]
-        monkeypatch.setattr(sys, "argv", [*given, "--rows", *rows, *more])
-        before_signals = signal.getsignal(signal.SIGTERM)
-        drafter.main()
-        assert signal.getsignal(signal.SIGTERM) is before_signals
-        return results.recorded("drafter")[before:], capsys.readouterr().out
-
-    monkeypatch.setattr(drafter.PaceLog, "log", signalling)
-    lines, told = call("kept", stop=10)  # too early for a row
+    call = Calls(rows, tmp_path, monkeypatch, capsys)
+    lines, told = call("kept", stop=("DistillSpec, equal steps", 10))  # too early for a row
     assert not lines and "cut off at step 10 of 30" in told and "not measured" in told
     assert f"no time for {rows[1].replace(':', ', ')}" in told and "next: the target's training, 0 s" in told
     monkeypatch.setattr(drafter, "train_target", None)  # it is there
-    lines, told = call("kept", stop=20)
+    lines, told = call("kept", stop=("DistillSpec, equal steps", 20))
     (line,) = lines
     assert line["config"]["budget"] == "equal steps, cut" and "the same call goes on" in told
     assert "next: DistillSpec, equal steps, 30 steps, 10 of them done" in told
@@ -187,6 +198,39 @@ def test_a_training_that_was_cut_off_is_measured_and_goes_on(
         call("kept", "--size", "cpu")
     with pytest.raises(SystemExit):
         call("kept", "--rows", "DistillSpec:for ever")
+
+
+@pytest.mark.usefixtures("tiny_text")
+def test_a_reference_that_was_trained_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """AdaSPEC is cut off in the training of its reference, in the reference's losses and in its own training."""
+    row = "AdaSPEC, equal steps"
+    call = Calls([row.replace(", ", ":")], tmp_path, monkeypatch, capsys)
+    call("kept", "--prepare")
+    shutil.copytree(tmp_path / "kept", tmp_path / "whole")
+    assert not call("kept", stop=(f"the reference of {row}", 10))[0]
+    losses = drafter.reference_losses
+
+    def cut(*args: Any, **more: Any) -> Any:
+        signal.raise_signal(signal.SIGTERM)
+        return losses(*args, **more)
+
+    monkeypatch.setattr(drafter, "reference_losses", cut)
+    assert not call("kept")[0]
+    assert call.seen == [(f"the reference of {row}", step) for step in (20, 30)]
+    monkeypatch.setattr(drafter, "reference_losses", losses)
+    assert not call("kept", stop=(row, 10))[0]
+    assert call.seen == [(row, 10)]
+    known = drafter.Seconds(tmp_path / "kept/seconds.json").known
+    found, _ = call("kept")
+    assert call.seen == [(row, 20), (row, 30)]
+    assert drafter.Seconds(tmp_path / "kept/seconds.json").known.keys() - known.keys() == {"measurement"}
+    assert not list((tmp_path / "kept/training").glob("*"))
+    whole, _ = call("whole")
+    assert call.seen == [(what, step) for what in (f"the reference of {row}", row) for step in (10, 20, 30)]
+    assert [n["quality"] for n in whole] == [n["quality"] for n in found] and len(whole) == 1
+    assert row.split(",")[0] in drafter.Seconds(tmp_path / "whole/seconds.json").known
 
 
 def test_more_steps_cost_what_the_largest_case_costs() -> None:
