@@ -117,11 +117,13 @@ class Limits:
         if math.isinf(self.left):
             yield
             return
-        caller = threading.get_ident()
+        caller, deciding, ended = threading.get_ident(), threading.Lock(), False
 
         def stop() -> None:
-            self.ends = min(self.ends, self.clock())  # the rest is for what was trained
-            signal.pthread_kill(caller, signal.SIGINT)
+            with deciding:
+                if not ended:
+                    self.ends = min(self.ends, self.clock())  # the rest is for what was trained
+                    signal.pthread_kill(caller, signal.SIGINT)
 
         timer = threading.Timer(max(0.0, self.left - spare), stop)
         timer.daemon = True
@@ -129,4 +131,6 @@ class Limits:
         try:
             yield
         finally:
-            timer.cancel()
+            timer.cancel()  # does not stop one whose time is over: it may be on its way to `stop`, or in it
+            with deciding:
+                ended = True

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -90,3 +92,29 @@ def test_a_training_is_stopped_in_time_for_what_follows() -> None:
         assert limits.over
     with Limits().training(spare=5.0):
         pass
+
+
+def test_a_timer_that_comes_too_late_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its time was over just before the training ended, so that it could not be cancelled any more."""
+    timers: list[LateTimer] = []
+
+    class LateTimer:
+        def __init__(self, seconds: float, function: Callable[[], None]) -> None:
+            self.function, self.daemon = function, False
+            timers.append(self)
+
+        def start(self) -> None:
+            pass
+
+        cancel = start
+
+    monkeypatch.setattr(threading, "Timer", LateTimer)
+    limits = Limits(60.0)
+    with limits.handled():
+        with limits.training(spare=0.0):
+            pass
+        timers[0].function()
+        assert not limits.over and limits.left > 30
+        with pytest.raises(Interrupted), limits.training(spare=0.0):
+            timers[1].function()
+        assert limits.over
