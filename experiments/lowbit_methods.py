@@ -38,7 +38,7 @@ from shoestring.shrink.gptq import Gptq
 from shoestring.shrink.mixed_bits import MixedBits, choose_formats, measure_damage
 from shoestring.shrink.prune import SparseGpt, prune
 from shoestring.shrink.prune24_retrain import Retrain, retrain
-from shoestring.shrink.qat import FallingRates, Rates, clip_weights, learned_rules, part_for, read_grids, relative_adamw
+from shoestring.shrink.qat import FallingRates, Rates, clip_weights, coarsest, learned_rules, read_grids, relative_adamw
 from shoestring.shrink.quantize import HEADS, METHODS, quantize, usual_inputs
 from shoestring.shrink.self_text import own_windows
 from shoestring.train.batched_formats import BatchedFormats
@@ -59,6 +59,9 @@ CHECKS = 8  # evaluations of a training that keeps its best state
 
 MIX_WINDOWS = 4  # of the training text, that the damage of a Format in a layer is measured on
 
+# The part of ours' rates where a setting does not say one: the recipe's defaults when such rows were first recorded. It
+# stays, so that a name in results/ has one meaning.
+UNSAID = {2: 1.0, 3: 0.25, 4: 0.25}
 # What decides the block-wise stage of ours: Format, seed, part of the training tokens, start, other formats.
 Blocks = tuple[str, int, float, str, str]
 
@@ -68,7 +71,7 @@ class Ours:
     """A setting of ours: `ours@live,0.5,rest=0` has the full model beside the student, half of the rates for these
     bits, and frozen embeddings."""
 
-    part: float | None = None  # of the rates end to end; None: by bits
+    part: float | None = None  # of the rates end to end; None: by bits, as in UNSAID
     live: bool = False  # the full model beside the student; else its cached top-k
     derived: bool = False  # BitDistiller's start and grids: clipped weights, whose extremes the scales follow
     gamma: float | None = None  # of CAKLD; None: the full model's confidence
@@ -79,7 +82,7 @@ class Ours:
     rates: tuple[tuple[str, float], ...] = ()  # instead of the subject's
 
     def part_at(self, label: str) -> float:
-        return part_for([parse_format(label)]) if self.part is None else self.part
+        return UNSAID.get(coarsest([parse_format(label)]), 0.25) if self.part is None else self.part
 
     @classmethod
     def parse(cls, given: str) -> Ours:

@@ -4,6 +4,7 @@
     ... --part two          only a part of the cells, or several parts in the order given: several processes then share
                             one GPU (this model is small)
     ... --small             stories260K instead, minutes on a CPU
+    ... --part width256 --folder F --small-steps 60     a Llama of width 256, which is trained first
 
     python -m experiments.python_corpus C
     python -m experiments.sparse24_quality --size gpt2-124m --corpus C --rows dense:1 --keep K
@@ -45,8 +46,19 @@ from typing import Any
 
 from benchmarks.results import device_name, newest, record
 from experiments.lowbit_methods import Subject, evaluate, shrink, unformat
-from experiments.lowbit_subjects import KEPT, NOTES, SMOLLM2, STORIES, kept, smollm2, stories
-from experiments.lowbit_tables import BENCH, GROUPS, PLAIN, TODAY, UNTRAINED, WEIGHED, float_grids, grids, verdicts
+from experiments.lowbit_subjects import KEPT, LLAMA, NOTES, SMOLLM2, STORIES, kept, llama256, smollm2, stories
+from experiments.lowbit_tables import (
+    BENCH,
+    GROUPS,
+    PLAIN,
+    TODAY,
+    TRAINED_HERE,
+    UNTRAINED,
+    WEIGHED,
+    float_grids,
+    grids,
+    verdicts,
+)
 from shoestring.cli.terminal import stoppable
 from shoestring.errors import Interrupted, UserError, as_command
 
@@ -158,6 +170,15 @@ PARTS["kept"] = [
     *((KEPT, "bitdistiller@2e-5", f, 0) for f in ("int4:g128", "int4:g64")),
     *((KEPT, "gptq+clip", f, 0) for f in ("int4:g128", "nf3:s2:g128", "int2:g128")),
 ]
+# Ours' rates at a third width, between those of stories260K (64) and SmolLM2 (576). With steps of 1,024 tokens and
+# --small-steps 60 there are 96 of them end to end, as many as there.
+WIDTHS_MIX = ",mix=int2:g256+int3:g256"
+PARTS["width256"] = [
+    (LLAMA, f"ours@live,gamma=0,{part},batch=8{mix}", "int2:g64", seed)
+    for mix in ("", WIDTHS_MIX)
+    for seed in (0, 1, 2)
+    for part in ("1", "0.25", "0.5")
+]
 STORY = "ours@live,0.2,gamma=0,batch=8"
 # On a CPU: a real model of 260k parameters.
 SMALL_CELLS: tuple[Cell, ...] = (
@@ -268,6 +289,7 @@ def main() -> None:
             SMOLLM2: lambda: smollm2(args, folder),
             STORIES: lambda: stories(args, folder),
             KEPT: lambda: kept(args, folder),
+            LLAMA: lambda: llama256(args, folder),
         }
         for name, method, label, seed in cells:
             kind = method.partition("@")[0]
@@ -324,7 +346,7 @@ def measure_dense(subject: Subject) -> float:
 
 
 def known_dense(subject: Subject) -> float | None:
-    """The perplexity of the full model on the same text and machine; not for kept models, which may differ."""
+    """The perplexity of the full model on the same text and machine; not for models trained here, which may differ."""
     wanted = {"model": subject.name, "method": "dense", "context": subject.context, "items": subject.items}
     wanted["tokens"] = len(subject.test)
     found = [
@@ -332,19 +354,19 @@ def known_dense(subject: Subject) -> float | None:
         for n in newest(BENCH)
         if n["device"] == device_name() and wanted.items() <= n["config"].items()
     ]
-    return found[-1] if found and subject.name != KEPT else None
+    return found[-1] if found and subject.name not in TRAINED_HERE else None
 
 
 def known_cells(args: argparse.Namespace) -> set[Cell]:
     """Cells that results/ has from this kind of machine with these settings and, where they train, as many training
-    tokens; none of kept models, which may differ."""
+    tokens; none of models trained here, which may differ."""
     settings = {"context": args.context, "items": args.items}
     trained = {SMOLLM2: args.steps * args.batch * 512, STORIES: args.small_steps * 16 * 128}
     return {
         (n["config"]["model"], n["config"]["method"], n["config"]["format"], n["config"]["seed"])
         for n in newest(BENCH)
         if n["device"] == device_name()
-        and n["config"]["model"] != KEPT
+        and n["config"]["model"] not in TRAINED_HERE
         and (n["config"]["model"] != SMOLLM2 or settings.items() <= n["config"].items())
         and n["config"].get("training_tokens", 0) in (0, trained[n["config"]["model"]])
         and (not args.tokens or n["config"]["tokens"] == args.tokens)
@@ -381,7 +403,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--items", type=int, default=500, help="questions of each task")
     parser.add_argument("--folder", type=Path, help="keeps the written text and the cache, for another call")
     parser.add_argument("--small", action="store_true", help="stories260K instead: minutes on a CPU")
-    parser.add_argument("--small-steps", type=int, default=40, help="training steps of 16 x 128 tokens there")
+    parser.add_argument("--small-steps", type=int, default=40, help="steps of 16 x 128 tokens there and in width256")
     args = parser.parse_args()
     args.cells = list(SMALL_CELLS if args.small else cells_of(args.part) if args.part else CELLS)
     if args.only:

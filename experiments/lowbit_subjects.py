@@ -1,4 +1,4 @@
-"""The models that experiments/lowbit_quality shrinks: SmolLM2-135M, a model trained here, and stories260K."""
+"""The models that experiments/lowbit_quality shrinks: SmolLM2-135M, two that are trained here, and stories260K."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import json
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,23 +17,33 @@ from torch import Tensor
 from benchmarks.smollm2 import need_smollm2
 from experiments.lowbit_methods import Subject
 from experiments.stories260k import BOS, StoryCodec, load_stories
-from experiments.trained_model import open_trained
+from experiments.trained_model import fingerprint, open_trained
 from shoestring.model import Tokenizer, load_model
+from shoestring.recipes.train import dense
 from shoestring.serve.engine.sampling import Sampling
 from shoestring.shrink.blockwise import Blockwise
 from shoestring.shrink.calibrate import windows
 from shoestring.shrink.qat import Rates
 from shoestring.shrink.self_text import generate_text, read_prompts
+from shoestring.train.corpus import END_OF_TEXT
 from shoestring.train.shards import TokenShards, tokenize_corpus
 
 SMOLLM2, STORIES = "SmolLM2-135M-Instruct", "stories260K"
 KEPT = "GPT-2's small shape, trained here"  # a dense row of experiments/sparse24_quality
+LLAMA = "Llama of width 256, trained here"
 TASKS = ("lambada_openai", "arc_easy", "piqa", "openbook_qa")
 NOTES = {
     SMOLLM2: "linear layers only; training text written by the model itself",
     KEPT: "linear layers only; training text is the model's own corpus",
+    LLAMA: "linear layers only; trained on stories that the model was trained on, measured on others",
     STORIES: "linear layers but the down projections (172 wide); trained on other stories than those measured",
 }
+HELD_OUT = 80  # stories that are measured, and as many that choose
+# 1,024,000 tokens: some minutes on one core of a CPU.
+LLAMA_256: dict[str, Any] = {
+    "vocab_size": 1024, "d_model": 256, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "d_ff": 512,
+    "context": 128, "batch": 16, "steps": 500, "lr": 2e-3, "warmup": 50, "device": "cpu",
+}  # fmt: skip
 SMALL_RATES = Rates(weight=1e-2, scale=5e-4, zero=3e-3, norm=5e-3, rest=2e-2)
 
 
@@ -158,4 +169,46 @@ def stories(args: argparse.Namespace, folder: Path) -> Subject:
         rates=SMALL_RATES,
         cache_folder=folder / "cache-stories",
         valid=torch.tensor(valid)[: args.tokens or 8192],
+    )
+
+
+def llama256(args: argparse.Namespace, folder: Path) -> Subject:
+    """A Llama of width 256, trained with train/dense on TinyStories where `folder` has none from an earlier call. The
+    last stories are measured, those before them choose, and neither model nor method was trained on them."""
+    text = (args.assets / "text/tinystories_2M.txt").read_text().split(END_OF_TEXT)
+    source, run = folder / "stories.txt", folder / "llama-256"
+    if not (run / "model").is_dir():
+        source.write_text(END_OF_TEXT.join(text[: -2 * HELD_OUT]))
+        dense.main(dense.Config(data=str(source), run=str(run), **LLAMA_256))
+    loaded = load_model(run, device="cpu")
+    model, tokenizer = loaded.model, loaded.tokenizer
+    assert tokenizer is not None
+    shards = tokenize_corpus(str(source), folder / "tokens", tokenizer=tokenizer, val_fraction=0.0).train
+    valid, test = (
+        torch.tensor(tokenizer.encode(END_OF_TEXT.join(part)))
+        for part in (text[-2 * HELD_OUT : -HELD_OUT], text[-HELD_OUT:])
+    )
+    return Subject(
+        LLAMA,
+        model,
+        tokenizer,
+        test[: args.tokens or None],
+        128,
+        windows(shards.head(), 32, 128),
+        shards,
+        args.small_steps,
+        16,
+        128,
+        args.micro,
+        blockwise_part=0.2,
+        blockwise=Blockwise(batch=4),
+        cache_folder=folder / "cache-llama",
+        damage_file=folder / "damage-llama.jsonl",
+        valid=valid[: args.tokens or None],
+        told={
+            "model_tokens": LLAMA_256["steps"] * LLAMA_256["batch"] * LLAMA_256["context"],
+            "parameters": model.spec.num_params(),
+            "vocabulary": model.spec.vocab_size,
+            "weights": fingerprint(model)[:8],
+        },
     )

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 from benchmarks.results import counting as newest_of
 from benchmarks.results import markdown, provenance, recorded
-from experiments.lowbit_subjects import KEPT, SMOLLM2, STORIES
+from experiments.lowbit_subjects import KEPT, LLAMA, SMOLLM2, STORIES
 
 BENCH = "lowbit_quality"
 T = TypeVar("T")
@@ -54,6 +54,7 @@ CALIBRATED = {
 CALIBRATING = ("clip", "awq", "gptq", "gptq+clip", "gptq+cd", "gptq+clip+cd", WEIGHED, TODAY)
 SOURCES = {SMOLLM2: " (the file's Q4_1 weights, de-quantized)"}
 MODELS = (SMOLLM2, KEPT, STORIES)
+TRAINED_HERE = (KEPT, LLAMA)  # every training makes another model
 GROUPS = (64, 192)
 ASKED = {SMOLLM2: GROUPS}  # models whose table should have every grid
 
@@ -75,6 +76,7 @@ class Found:
     method: str  # with its setting
     lines: list[dict[str, Any]]
     tried: int = 1  # settings that it is the best of
+    rates: int = 1  # different learning rates among them
     by: str = ""  # the text that said so
 
     @property
@@ -120,9 +122,9 @@ class Found:
 
 
 def counting() -> list[dict[str, Any]]:
-    """The lines of the tables: of kept models only those of the last one, since every training makes another. Models
-    are identified by their text, the fingerprint of their weights where a line has it, and their own perplexity, the
-    baseline of every line."""
+    """The lines of the tables: of models trained here only those of the last one, since every training makes another.
+    They are identified by their text, the fingerprint of their weights where a line has it, and their own perplexity,
+    the baseline of every line."""
 
     def which(line: dict[str, Any]) -> tuple[Any, ...]:
         known = (line["config"].get(k) for k in ("model_seed", "model_tokens", "corpus", "weights"))
@@ -132,8 +134,8 @@ def counting() -> list[dict[str, Any]]:
         n for n in recorded(BENCH) if not n["config"].get("text")
     ]  # trained on another corpus: experiments/prune24
     lines = [n for n in lines if not n["config"]["format"].startswith("sparse24")]  # `pruned`
-    last = next((which(n) for n in reversed(lines) if n["config"]["model"] == KEPT), None)
-    lines = [n for n in lines if n["config"]["model"] != KEPT or which(n) == last]
+    last = {n["config"]["model"]: which(n) for n in lines}
+    lines = [n for n in lines if (m := n["config"]["model"]) not in TRAINED_HERE or which(n) == last[m]]
     # The text that SmolLM2 wrote for training was another one when novels were measured: a repeat, not a replacement.
     again = [n for n in lines if "novels" in n["quality"] and n["config"].get("training_tokens")]
     return [*newest_of([n for n in lines if n not in again]), *newest_of(again)]
@@ -165,7 +167,8 @@ def best_of(settings: list[Found]) -> Found:
     """By the validation text, or by the measured one where some have no validation."""
     text = "valid" if all(found.validated for found in settings) else "perplexity"
     best = most_seeds(settings, lambda found: found.judged(text), lambda found: found.num_seeds)
-    return replace(best, tried=len(settings), by="validation" if text == "valid" else "test")
+    rates = {n["config"].get("lr", n["config"].get("rates")) for found in settings for n in found.lines}
+    return replace(best, tried=len(settings), rates=len(rates), by="validation" if text == "valid" else "test")
 
 
 def most_seeds(settings: Iterable[T], judged: Callable[[T], float], num_seeds: Callable[[T], int]) -> T:
@@ -217,11 +220,16 @@ class Verdict:
     @property
     def one_seed(self) -> bool:
         """Whether a trained method has only one seed."""
-        return any(f.trained and f.num_seeds == 1 for f in (self.small, self.large))
+        return any(f.num_seeds == 1 for f in self.trained)
 
     @property
-    def chosen(self) -> str:
-        return "; ".join(f.chosen for f in (self.small, self.large) if f.trained)
+    def one_rate(self) -> bool:
+        """Whether BitDistiller has only one rate, which need not be its best: a verdict on that rate alone."""
+        return any(f.method.startswith("bitdistiller") and f.rates == 1 for f in self.trained)
+
+    @property
+    def trained(self) -> list[Found]:
+        return [f for f in (self.small, self.large) if f.trained]
 
     @property
     def difference(self) -> str:
@@ -279,18 +287,30 @@ def verdicts() -> list[Verdict]:
 
 def must_hold() -> str:
     """The verdicts as a table."""
-    rows = [
-        [
-            v.what,
-            v.model,
-            v.label,
-            f"{_shown(v.small)} against {_shown(v.large)} ({v.difference})",
-            v.chosen,
-            v.word + (", one seed" if v.one_seed else ""),
-        ]
-        for v in verdicts()
-    ]
+    letters = {model: text_letters(model) for model in MODELS}
+    rows = []
+    for v in verdicts():
+        texts = [_texts(f, letters[v.model]) for f in v.trained]
+        doubts = {"one seed": v.one_seed, "one rate": v.one_rate, "other texts": len(set(texts)) > 1}
+        rows.append(
+            [
+                v.what,
+                v.model,
+                v.label,
+                f"{_shown(v.small)} against {_shown(v.large)} ({v.difference})",
+                "; ".join(f.chosen + text for f, text in zip(v.trained, texts, strict=True)),
+                ", ".join([v.word, *(doubt for doubt, there in doubts.items() if there)]),
+            ]
+        )
     return markdown(["should hold", "model", "format", "perplexity", "settings", "verdict"], rows)
+
+
+def _texts(found: Found, letters: dict[str, str]) -> str:
+    """` (text: A, B)`; empty for a model that has one text. `earlier`: no line says which."""
+    if len(letters) < 2:
+        return ""
+    named = sorted({letters.get(n["config"].get("text_id"), "earlier") for n in found.lines})
+    return f" (text: {', '.join(named)})"
 
 
 def table() -> str:
@@ -374,18 +394,20 @@ WAYS = {  # rows of `published`: name, and whether a method belongs there
 
 
 def published() -> str:
-    """BitDistiller as published and ours, of each model on one text with one number of tokens."""
+    """BitDistiller as published and ours, with one number of training tokens a format; a row has one text."""
     best = best_settings()
     rows, shown, said = [], [], []
     for model in (SMOLLM2, STORIES):
-        lines = on_one_text(model)
+        lines, letters = on_named_texts(model), text_letters(model)
         if not lines:
             continue
         runs = [(model, n["config"]["method"], n["config"]["format"], n["config"]["training_tokens"]) for n in lines]
         lines = [n for n in lines if n["config"]["training_tokens"] == equal_tokens(runs, model, n["config"]["format"])]
         for label in sorted({n["config"]["format"] for n in lines}, key=_order):
-            of = [n for n in lines if n["config"]["format"] == label]
-            rows += [[model, label, *row] for name, belongs in WAYS.items() if (row := _way(name, belongs, of))]
+            for (name, belongs), (text, letter) in itertools.product(WAYS.items(), letters.items()):
+                of = [n for n in lines if (n["config"]["format"], n["config"]["text_id"]) == (label, text)]
+                if row := _way(name, belongs, of):
+                    rows.append([model, label, letter, *row])
         tokens = " or ".join(f"{t:,}" for t in sorted({n["config"]["training_tokens"] for n in lines}))
         full = best[model, "dense", "dense"].lines[-1]["quality"]
         off = f", novels {_number(full['novels'])}" if "novels" in full else ""
@@ -396,10 +418,11 @@ def published() -> str:
     told = (
         "\n\nPerplexity; of several seeds lowest to highest. Of several settings (rates) the one with the lowest "
         "perplexity on validation text is shown; of those within 1% of it, the one with the most seeds. All rows of a "
-        "model train on one text with as many tokens. BitDistiller searches 10 x 10 ranges a group and keeps its best "
-        f"state by the validation text, as published. {' '.join(said)}"
+        f"model and format have as many training tokens, a row those of one text. {_about_texts()} BitDistiller "
+        "searches 10 x 10 ranges a group and keeps its best state by the validation text, as published. "
+        f"{' '.join(said)}"
     )
-    header = ["model", "format", "bits/weight", "method", "settings", "shown", "seeds", "test", "novels"]
+    header = ["model", "format", "text", "bits/weight", "method", "settings", "shown", "seeds", "test", "novels"]
     return markdown(header, rows) + told + provenance(shown)
 
 
@@ -419,40 +442,55 @@ def _way(name: str, belongs: Callable[[str], bool], lines: list[dict[str, Any]])
     return [bits, name, f"{len(runs)}", _rate(config), seeds, *measured]
 
 
-def on_one_text(model: str) -> list[dict[str, Any]]:
-    """The trained lines that have a validation text, on the text that BitDistiller as published was trained on last."""
-    lines = [n for n in counting() if n["config"]["model"] == model and "valid" in n["quality"]]
-    texts = [n["config"]["text_id"] for n in lines if ",best" in n["config"]["method"]]
-    return [n for n in lines if texts and n["config"].get("text_id") == texts[-1]]
+def on_named_texts(model: str) -> list[dict[str, Any]]:
+    """The trained lines that have a validation text and say which text they were trained on."""
+    lines = [n for n in counting() if n["config"]["model"] == model and n["config"].get("training_tokens")]
+    return [n for n in lines if "valid" in n["quality"] and n["config"].get("text_id")]
+
+
+def text_letters(model: str) -> dict[str, str]:
+    """A name for each text that methods of this model were trained on, by its `text_id`."""
+    found = dict.fromkeys(n["config"]["text_id"] for n in on_named_texts(model))
+    return dict(zip(found, "ABCDEFGH", strict=False))
+
+
+def _about_texts() -> str:
+    letters = text_letters(SMOLLM2)
+    if len(letters) < 2:
+        return ""
+    named = " and ".join(f"{letter} ({text})" for text, letter in letters.items())
+    return f"Texts {named} of {SMOLLM2} were written by the model from the same prompts, in two calls."
 
 
 def _rate(config: dict[str, Any]) -> str:
     """stories260K has rates of its own; `weight=` and the others in a method are those of shrink/lowbit_best."""
     if "lr" in config:
         return f"{config['lr']:g}"
-    whose = "the recipe's" if "weight=" in config["method"] else "its"
+    whose = "its" if config["model"] == STORIES and "weight=" not in config["method"] else "the recipe's"
     return f"{config['rates']:g} of {whose} rates"
 
 
 def rates() -> str:
-    """Settings that differ in their rate alone: of one model, format, mix and grids, with as many training tokens."""
+    """Settings that differ in their rate alone: of one model, format, mix, grids and text, with as many training
+    tokens."""
     rows, shown = [], []
-    for model in (SMOLLM2, STORIES):
+    for model in (SMOLLM2, LLAMA, STORIES):
         groups: dict[tuple[Any, ...], dict[float, list[dict[str, Any]]]] = {}
-        for n in on_one_text(model):
+        letters = text_letters(model)
+        for n in on_named_texts(model):
             c = n["config"]
             names = [name for name, belongs in WAYS.items() if belongs(c["method"])]
             if names:
                 others = tuple(x for x in c["method"].partition("@")[2].split(",") if not x[0].isdigit())
-                key = *_order(c["format"]), c["format"], names[0], others, c["training_tokens"]
+                key = *_order(c["format"]), c["format"], names[0], others, c["training_tokens"], letters[c["text_id"]]
                 groups.setdefault(key, {}).setdefault(c.get("lr", c.get("rates")), []).append(n)
         for key in sorted(groups):
-            *_, label, name, others, tokens = key
+            *_, label, name, others, tokens, letter = key
             derived = ", derived grids" if "derived" in others else ""
             for _, of in sorted(groups[key].items(), reverse=True) if len(groups[key]) > 1 else ():
                 judged = statistics.mean(n["quality"]["valid"] for n in of)
                 measured = [n["quality"]["perplexity"] for n in of]
-                told = [model, label, name + derived, f"{tokens:,}", _rate(of[0]["config"]), f"{len(of)}"]
+                told = [model, label, name + derived, f"{tokens:,}", letter, _rate(of[0]["config"]), f"{len(of)}"]
                 rows.append([*told, _number(judged), _number(statistics.mean(measured)), _range(sorted(measured))])
                 shown += of
     if not rows:
@@ -462,13 +500,15 @@ def rates() -> str:
         "format",
         "method",
         "training tokens",
+        "text",
         "rate",
         "seeds",
         "validation",
         "test",
         "lowest to highest",
     ]
-    return markdown(header, rows) + "\n\nPerplexity; validation and test are means over the seeds." + provenance(shown)
+    said = f"\n\nPerplexity; validation and test are means over the seeds. {_about_texts()}".rstrip()
+    return markdown(header, rows) + said + provenance(shown)
 
 
 PRUNED = {  # rows of `pruned`: name, format, and whether a setting belongs there
@@ -624,16 +664,19 @@ def accuracies() -> str:
 def settings() -> str:
     """Every trained run, from which the best settings were chosen."""
     rows = []
-    for n in sorted(counting(), key=lambda n: (MODELS.index(n["config"]["model"]), _order(n["config"]["format"]))):
+    models = (*MODELS, LLAMA)
+    letters = {model: text_letters(model) for model in models}
+    for n in sorted(counting(), key=lambda n: (models.index(n["config"]["model"]), _order(n["config"]["format"]))):
         c, q = n["config"], n["quality"]
         if c.get("training_tokens"):
             judged = _number(q["valid"]) if "valid" in q else ""
             told = [c["model"], c["format"], c["method"], str(c["seed"]), f"{c['training_tokens']:,}"]
-            rows.append([*told, judged, _number(q["perplexity"])])
-    header = ["model", "format", "method", "seed", "training tokens", "validation", "test"]
+            text = letters[c["model"]].get(c.get("text_id", ""), "")
+            rows.append([*told, text, judged, _number(q["perplexity"])])
+    header = ["model", "format", "method", "seed", "training tokens", "text", "validation", "test"]
     return markdown(header, rows) + (
-        "\n\n@: BitDistiller's learning rate; of ours the part of its rates (else by the bits), and what differs from "
-        "the setting it had first."
+        "\n\n@: BitDistiller's learning rate; of ours the part of its rates (else 1 at 2 bits, 0.25 at 3 and 4), and "
+        "what differs from the setting it had first. Text: empty where a line does not say which one."
     )
 
 

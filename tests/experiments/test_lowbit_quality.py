@@ -17,7 +17,7 @@ import torch
 from chain_subject import chain_subject
 
 from benchmarks import results
-from experiments import lowbit_methods, lowbit_quality, lowbit_tables
+from experiments import lowbit_methods, lowbit_quality, lowbit_subjects, lowbit_tables
 from experiments.lowbit_methods import evaluate, shrink, unformat
 from experiments.lowbit_subjects import KEPT
 from experiments.sparse24_quality import GPT2
@@ -201,18 +201,19 @@ def test_a_rate_is_chosen_on_validation_and_named(tmp_path: Path, monkeypatch: p
     label, gptq = "int2:g128", kept_line("gptq", "int2:g128", 6.0, 5.0, training_tokens=0)
     lines = [kept_line("dense", "dense", 5.0, 5.0), gptq]
     worse = [kept_line(m, label, 9.0, 5.0, training_tokens=0) for m in ("rtn", "clip")]
-    lines += [kept_line(f"bitdistiller@{r}", label, v, 5.0) for r, v in (("1e-4", 5.6), ("2e-5", 5.5))]
+    lines += [kept_line(f"bitdistiller@{r}", label, v, 5.0, lr=float(r)) for r, v in (("1e-4", 5.6), ("2e-5", 5.5))]
     lines[2]["quality"]["valid"] = 6.2  # best there, not on the test text
     lines += [kept_line("ours", label, 5.7, 5.0), *worse, kept_line("awq", label, 6.1, 5.0, training_tokens=0)]
     (tmp_path / "lowbit_quality.jsonl").write_text("".join(json.dumps(n) + "\n" for n in lines))
     monkeypatch.setattr(results, "RESULTS", tmp_path)
     wide, _, below, plain = lowbit_tables.verdicts()
-    assert wide.chosen == "bitdistiller@1e-4, best of 2 by validation" and wide.small.mean == 5.6
+    best = "bitdistiller@1e-4, best of 2 by validation"
+    assert [f.chosen for f in wide.trained] == [best] and wide.small.mean == 5.6
     assert wide.left == pytest.approx(np.log(5.6 / 5.0) / np.log(6.0 / 5.0)) and wide.word == "FAILS"
-    assert below.word == "FAILS" and below.chosen == "ours; bitdistiller@1e-4, best of 2 by validation"
+    assert below.word == "FAILS" and [f.chosen for f in below.trained] == ["ours", best]
     assert plain.word == "holds" and plain.what == "ours below all without training (best: gptq)"
     page = lowbit_tables.must_hold()
-    assert "| 5.600 against 6.000 (62% of its loss left) | bitdistiller@1e-4, best of 2 by validation |" in page
+    assert f"| 5.600 against 6.000 (62% of its loss left) | {best} |" in page
     assert page.count("| FAILS, one seed |") == 3 and page.count("| holds, one seed |") == 1
 
 
@@ -403,7 +404,7 @@ def test_table_and_verdicts_read_the_results(tmp_path: Path, monkeypatch: pytest
     assert "| int2:g64 | 2.38 | 900.0 | 500.0 | 90.00 | 400.0 | 70.00 | 50.00 to 52.00 |  |" in page
     assert page.index("| int4:g64 | 2.38 |  |  |  |  |  | 20.50 |  |") < page.index("| int2:g64")  # 4 bits before 2
     assert "| nf3:s2:g64 | BitDistiller | 23.00 | 50.0 |" in lowbit_tables.accuracies()
-    assert "| nf3:s2:g64 | bitdistiller@1e-4 | 0 | 1,310,720 |  | 24.00 |" in lowbit_tables.settings()
+    assert "| nf3:s2:g64 | bitdistiller@1e-4 | 0 | 1,310,720 |  |  | 24.00 |" in lowbit_tables.settings()
     said = [str(v) for v in lowbit_tables.verdicts()]
     model = "SmolLM2-135M-Instruct"
     half, left = "BitDistiller leaves at most half of what", "of its loss left)"
@@ -447,14 +448,57 @@ def test_rates_are_compared_at_as_many_tokens(tmp_path: Path, monkeypatch: pytes
     rows = [row for row in lowbit_tables.rates().splitlines() if row.startswith("| stories260K")]
     start = "| stories260K | int2:g64 | ours |"
     assert rows == [
-        f"{start} 100 | 1 of the recipe's rates | 2 | 9.500 | 10.50 | 10.00 to 11.00 |",
-        f"{start} 100 | 0.5 of the recipe's rates | 1 | 10.50 | 11.50 | 11.50 |",
-        f"{start} 200 | 1 of the recipe's rates | 1 | 7.000 | 8.000 | 8.000 |",
-        f"{start} 200 | 0.5 of the recipe's rates | 1 | 6.000 | 7.000 | 7.000 |",
+        f"{start} 100 | A | 1 of the recipe's rates | 2 | 9.500 | 10.50 | 10.00 to 11.00 |",
+        f"{start} 100 | A | 0.5 of the recipe's rates | 1 | 10.50 | 11.50 | 11.50 |",
+        f"{start} 200 | A | 1 of the recipe's rates | 1 | 7.000 | 8.000 | 8.000 |",
+        f"{start} 200 | A | 0.5 of the recipe's rates | 1 | 6.000 | 7.000 | 7.000 |",
     ]
     page = lowbit_tables.published()  # BitDistiller had 100 tokens
     assert "| 2.38 | ours | 3 | 1 of the recipe's rates | 2 | 10.00 to 11.00 |" in page and "7.000" not in page
     assert "stories260K: 100 training tokens; full precision 5.000." in page
+
+
+def test_a_row_has_one_text_and_a_verdict_says_where_they_differ(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def line(method: str, value: float, text: str | None, label: str = "int2:g64", seed: int = 0, **more: Any) -> str:
+        config = {"model": lowbit_tables.SMOLLM2, "method": method, "format": label, "bits": 2.375, "seed": seed,
+                  "training_tokens": 100, "tokens": 9, "context": 8, **more}  # fmt: skip
+        if text:
+            config["text_id"] = text
+        told = {"case": method, "metric": "perplexity", "config": config, "device": "d", "versions": {}, "commit": "c"}
+        return json.dumps({**told, "quality": {"perplexity": value, "valid": value - 1}, "date": "2026-01-01"}) + "\n"
+
+    half, whole = {"rates": 0.5}, {"rates": 1.0}
+    lines = [
+        line("dense", 5.0, None, "dense", training_tokens=0),
+        line("bitdistiller@5e-4,best", 12.0, "old", lr=5e-4),
+        line("bitdistiller@1e-3,best", 13.0, "old", lr=1e-3),
+        line("ours@live,1", 10.0, "old", **whole),
+        line("ours@live,0.5", 9.0, "old", **half),
+        line("ours@live,0.5", 8.8, "new", **half),
+        line("ours@live,0.5", 8.6, "new", seed=1, **half),
+        line("bitdistiller@1e-3", 30.0, None, "int2:g192", lr=1e-3),
+        line("bitdistiller@1e-3,best", 29.0, None, "int2:g192", lr=1e-3),  # two settings, one rate
+        line("ours@live,1", 20.0, None, "int2:g192", **whole),
+    ]
+    (tmp_path / "lowbit_quality.jsonl").write_text("".join(lines))
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    page = lowbit_tables.published()
+    start = "| SmolLM2-135M-Instruct | int2:g64 |"
+    assert f"{start} A | 2.38 | BitDistiller | 2 | 0.0005 | 1 | 12.00 |" in page
+    assert f"{start} A | 2.38 | ours | 2 | 0.5 of the recipe's rates | 1 | 9.000 |" in page
+    assert f"{start} B | 2.38 | ours | 1 | 0.5 of the recipe's rates | 2 | 8.600 to 8.800 |" in page
+    assert "Texts A (old) and B (new) of" in page
+    compared = [row for row in lowbit_tables.rates().splitlines() if "| ours |" in row]
+    assert len(compared) == 2 and all("| A |" in row for row in compared)  # the other text has one part only
+    said = {row.split(" | ")[2]: row for row in lowbit_tables.must_hold().splitlines() if "ours below Bit" in row}
+    assert (
+        "best of 2 by validation (text: A, B); bitdistiller@5e-4,best, best of 2 by validation (text: A)"
+        in (said["int2:g64"])
+    )
+    assert said["int2:g64"].endswith("| holds, one seed, other texts |")
+    assert said["int2:g192"].endswith("| holds, one seed, one rate |") and "(text: earlier)" in said["int2:g192"]
 
 
 def test_settings_are_judged_on_one_text() -> None:
@@ -466,6 +510,24 @@ def test_settings_are_judged_on_one_text() -> None:
     assert best.chosen == "high, best of 2 by validation" and best.lines is high.lines
     best = lowbit_tables.best_of([found("old", perplexity=5.5), low, high])
     assert best.chosen == "low, best of 3 by test" and lowbit_tables.best_of([low]).chosen == "low"
+
+
+@pytest.mark.assets
+def test_the_llama_is_trained_once_and_not_on_what_measures_it(
+    assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = {"vocab_size": 300, "d_model": 64, "num_heads": 2, "num_kv_heads": 1, "d_ff": 64, "steps": 2}
+    monkeypatch.setattr(lowbit_subjects, "LLAMA_256", lowbit_subjects.LLAMA_256 | short)
+    args = SimpleNamespace(assets=assets, tokens=0, small_steps=1, micro=0)
+    first = lowbit_subjects.llama256(args, tmp_path)  # type: ignore[arg-type]
+    monkeypatch.setattr(lowbit_subjects.dense, "main", pytest.fail)
+    again = lowbit_subjects.llama256(args, tmp_path)  # type: ignore[arg-type]
+    assert first.told == again.told and first.told["model_tokens"] == 2 * 16 * 128
+    assert first.tokenizer is not None and first.valid is not None
+    seen = (tmp_path / "stories.txt").read_text()
+    for held_out in (first.test, first.valid):
+        stories = first.tokenizer.decode(held_out.tolist(), skip_special=False).split("<|endoftext|>")
+        assert len(stories) == lowbit_subjects.HELD_OUT and not any(story.strip() in seen for story in stories)
 
 
 @pytest.mark.assets
