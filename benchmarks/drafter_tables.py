@@ -18,6 +18,7 @@ FEW_STEPS = 100
 NOTHING = "Not measured yet."
 TRAINED = ("DistillSpec", "LK", "AdaSPEC", "LK hybrid")  # the first that was served stands for trained drafters
 LOOKUP, UNTRAINED = "n-gram lookup", "first layers, untrained"
+PLAIN, SELECTIVE = "DistillSpec", "AdaSPEC, 2.5x batch"
 BUDGETS = ("no training", "equal steps", "equal compute", LONGER)
 
 
@@ -134,6 +135,34 @@ def _flops(tera: float) -> str:
 def _largest(target: str) -> tuple[bool, str]:
     """Timed targets first."""
     return "trained on 0" in target, target
+
+
+def adaspec() -> str:
+    """AdaSPEC with its batch scaled beside DistillSpec, run by run, with as many steps and with as much compute: tokens
+    per pass at each temperature."""
+    runs: dict[str, dict[int, dict[tuple[str, str], dict[str, Any]]]] = {}
+    for n in (n for n in newest(BENCH) if n["case"] in (PLAIN, SELECTIVE)):
+        c = n["config"]
+        runs.setdefault(c["target"], {}).setdefault(c.get("seed", 1), {})[n["case"], c["budget"]] = n
+    rows, shown = [], []
+    for target, seed, run in ((t, seed, of_seed[seed]) for t, of_seed in runs.items() for seed in sorted(of_seed)):
+        plain, selective = run.get((PLAIN, "equal steps")), run.get((SELECTIVE, "equal steps"))
+        if plain is None or selective is None:
+            continue
+        longer = run.get((PLAIN, LONGER))
+        if longer and not 0.95 < longer["config"]["teraflops"] / selective["config"]["teraflops"] < 1.05:
+            longer = None
+        shown += [n for n in (plain, selective, longer) if n]
+        cells = [_by_temperature(n) if n else "" for n in (plain, selective, longer)]
+        rows.append([_shape(target) + _trained_on(target), str(seed), *cells])
+    header = ["target", "seed", PLAIN, f"{SELECTIVE}, as many steps", f"{PLAIN}, as much compute as AdaSPEC"]
+    return markdown(header, rows) + provenance(shown) if rows else NOTHING
+
+
+def _by_temperature(line: dict[str, Any]) -> str:
+    """Tokens per pass at 0, 0.7 and 1, and behind them the steps of the training."""
+    names = ("accepted_length", "sampled_0.7_accepted_length", "sampled_accepted_length")
+    return " / ".join(f"{line['quality'][name]:.2f}" for name in names) + f" ({line['config']['steps']:,} steps)"
 
 
 def peers() -> str:

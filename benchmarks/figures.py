@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import math
+import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -377,58 +378,58 @@ def loss_curves() -> str:
 
 
 def wall_clock() -> str:
-    """Equal seconds of training at width 2,048: training loss by second, and the validation loss at the end.
-
-    Of several lengths the one with the most methods: a longer run without the strongest rivals flatters the rest."""
+    """Equal seconds of training at width 2,048, by those seconds: validation loss and tokens beside dense bf16's, each
+    method at the best of its rates. A length without FP8 or half width has no point of theirs."""
     tables = experiment("sparse24_tables")
-    lines = max(reversed(tables.wall_clock_groups()), key=lambda group: len({n["case"] for n in group}))
-    found = tables.at_rates(lines)
     drawn = {
-        "dense": ("dense bf16", INK),
-        "FP8": ("dense, FP8 feed-forward", 1),
         "FST": ("FST (2:4, MVUE)", 0),
+        "FP8": ("dense, FP8 feed-forward", 1),
         "FST exact": ("FST, exact gradient", 5),
         "half-width": ("dense, half the FFN width", 4),
     }
-    best = {case: tables.best_of(found[case]) for case in drawn if case in found}
-    runs = [(n, f"{drawn[case][0]}, rate {lr:g}", drawn[case][1]) for case, lr in best.items() for n in found[case][lr]]
-    tried = " or ".join(str(n) for n in sorted({len(found[case]) for case in best}))
-    c = lines[-1]["config"]
-    begin = c["seconds"] / 3
-    curves = [
-        Marks(name, [(x, y) for x, y in n["quality"]["train_loss_by_second"] if x >= begin], color, dots=False)
-        for n, name, color in runs
-    ]
-    seen = [
-        Marks(
-            name,
-            [(n["quality"]["tokens"] / 1e6, n["value"])],
-            color,
-            joined=False,
-            labels=[f"{n['value']:.3f}"],
-            shown=False,
+    losses: dict[str, list[tuple[float, float]]] = {case: [] for case in drawn}
+    tokens: dict[str, list[tuple[float, float]]] = {case: [] for case in drawn}
+    said = []
+    for lines in tables.wall_clock_groups():
+        found = tables.at_rates(lines)
+        if "dense" not in found:
+            continue
+        c = lines[-1]["config"]
+        seconds = c["seconds"]
+        rates, seen = sorted({n["config"]["lr"] for n in lines}), max(n["quality"]["tokens"] for n in lines)
+        again = (
+            f", the text read up to {seen / c['different_tokens']:.1f} times" if seen > c["different_tokens"] else ""
         )
-        for n, name, color in runs
-    ]
+        said.append(f"{seconds:g} s: rate {' or '.join(f'{lr:g}' for lr in rates)}{again}")
+        for case in (case for case in drawn if case in found):
+            pairs = tables.best_pairs(found, case)
+            more = [a["quality"]["tokens"] / b["quality"]["tokens"] for a, b in pairs]
+            losses[case].append((seconds, statistics.mean(100 * (a["value"] / b["value"] - 1) for a, b in pairs)))
+            tokens[case].append((seconds, statistics.mean(more)))
+    where = sorted({x for points in losses.values() for x, _ in points})
+    x = Axis("seconds of training", where[0] / 1.4, where[-1] * 1.4, where, log=True)
+
+    def marks(found: dict[str, list[tuple[float, float]]], form: str) -> list[Marks]:
+        named = ((*drawn[case], points) for case, points in found.items() if points)
+        return [Marks(name, points, color, labels=[f"{y:{form}}" for _, y in points]) for name, color, points in named]
+
+    below = [y for points in losses.values() for _, y in points]
+    low, high = 1.1 * min(below), max(2.0, 1.1 * max(below))
+    ticks = [t for t in around("", [0.0, *below]).ticks if low <= t <= high]
+    above = [y for points in tokens.values() for _, y in points]
     return xy_plot(
         "2:4 pre-training at equal wall clock",
-        f"{c['layers']} layers of width {c['d_model']:,}, {c['batch'] * c['context']:,} tokens a step, Python, "
-        f"{c['seconds']:g} s of training each, alone on the GPU, one run each; {GPU}",
+        f"{c['layers']} layers of width {c['d_model']:,}, {c['batch'] * c['context']:,} tokens a step, Python, alone "
+        f"on the GPU, one seed; {GPU}",
         [
-            Panel(
-                around("seconds of training", [x for m in curves for x, _ in m.points]),
-                around("training loss", [y for m in curves for _, y in m.points]),
-                curves,
-            ),
-            Panel(
-                around("tokens seen, millions", [x for m in seen for x, _ in m.points]),
-                around("validation loss at the end", [y for m in seen for _, y in m.points]),
-                seen,
-            ),
+            Panel(x, Axis("validation loss against dense bf16, %", low, high, ticks), marks(losses, "+.1f"),
+                  [Level("dense bf16", 0.0)]),
+            Panel(x, around("tokens seen against dense bf16", [1.0, *above]), marks(tokens, ".2f"),
+                  [Level("dense bf16", 1.0)]),
         ],
-        f"Each at the best of the rates tried ({tried}), constant until the last sixth of the time, in which FST is "
-        "dense. Compiling and choosing sparse products are not in the seconds.",
-    )
+        f"{'; '.join(said)}. Where dense and FST have two rates, the better one is shown. FST is dense for the last "
+        "sixth of the time. Compiling and choosing sparse products are not in the seconds.",
+    )  # fmt: skip
 
 
 def around(label: str, values: list[float], ticks: int = 5) -> Axis:

@@ -70,6 +70,7 @@ from experiments.time_budget import Limits
 from experiments.trained_model import save_trained
 from shoestring.errors import Interrupted, UserError, as_command
 from shoestring.formats import Dense, Format, Parts, Sparse24, convert, init_state
+from shoestring.formats.linear import local
 from shoestring.mesh import MeshConfig, open_mesh
 from shoestring.model import Decoder, ModelSpec
 from shoestring.model.parallel import CompileMode, ParallelConfig, init_weights, materialize, parallelize
@@ -356,6 +357,18 @@ def paces(rows: list[tuple[str, int]], size: Size, corpus: Corpus, steps: int) -
         print(f"pace: {case:14} {rate:,.0f} tokens/s, {seconds:.0f} s for 100M tokens", flush=True)
 
 
+class PrunedFinish(DenseFinish):
+    """A dense finish that begins with the function that was trained: masked weights are zero at the switch. Otherwise
+    they enter it with values that no forward pass has used since they were masked."""
+
+    def after_step(self, run: Run) -> None:
+        if run.step >= self.at and not self.done:
+            with torch.no_grad():
+                for layer in sparse_layers(self.model):
+                    local(layer.linear.weight).masked_fill_(~layer.mask().bool(), 0.0)
+        super().after_step(run)
+
+
 def make_hooks(case: str, size: Size, model: nn.Module, seed: int) -> list[Hook]:
     meter = FlipMeter(size.flip_every)
     clock = NoiseClock(model, seed=seed, tokens_per_step=size.batch * size.context)
@@ -364,7 +377,7 @@ def make_hooks(case: str, size: Size, model: nn.Module, seed: int) -> list[Hook]
         decay, finish = MaskedDecay(size.decay or 0.0), size.steps - round(dense * size.steps)
         servo = [FlipController(model, meter, decay, probe=size.warmup)] if size.decay is None else []
         pull = DenseStart(model, decay, until=size.warmup) if size.dense_start else decay
-        last = DenseFinish(model, at=finish, from_pruned=size.from_pruned)
+        last = (PrunedFinish if size.from_pruned else DenseFinish)(model, at=finish)
         return [clock, meter, MaskRefresh(size.refresh), pull, *servo, last]
     if case.startswith("S-STE"):
         return [clock, meter]

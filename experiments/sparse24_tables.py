@@ -127,9 +127,10 @@ def at_rates(lines: list[dict[str, Any]]) -> dict[str, dict[float, list[dict[str
 
 
 def best_of(rates: dict[float, list[dict[str, Any]]]) -> float:
-    """The rate with the lowest loss in the first seed: later seeds were trained at that rate alone, so a mean over them
-    would compare rates by other seeds."""
-    return min(rates, key=lambda lr: rates[lr][0]["value"])
+    """The rate with the lowest mean loss among those with the most seeds: one with fewer could win by an easy seed."""
+    most = max(map(len, rates.values()))
+    means = {lr: statistics.mean(n["value"] for n in runs) for lr, runs in rates.items() if len(runs) == most}
+    return min(means, key=means.__getitem__)
 
 
 def best_pairs(found: dict[str, dict[float, list[dict[str, Any]]]], case: str) -> Pairs:
@@ -140,7 +141,8 @@ def best_pairs(found: dict[str, dict[float, list[dict[str, Any]]]], case: str) -
 
 
 def rates_of(lines: list[dict[str, Any]]) -> str:
-    """Losses of the first seed by rate; methods are compared at the best rate of each, seed by seed."""
+    """Losses by rate, of the first seed and in brackets over all seeds; methods are compared at the best rate of each,
+    seed by seed."""
     found = {case: rates for case, rates in at_rates(lines).items() if case in SWEPT and 0 in seeds_of(rates)}
     if "dense" not in found:
         return NOTHING
@@ -148,14 +150,21 @@ def rates_of(lines: list[dict[str, Any]]) -> str:
     rows = []
     for case in (case for case in SWEPT if case in found):
         best = best_of(found[case])
-        cells = [f"{found[case][lr][0]['value']:.4f}" if lr in found[case] else "" for lr in columns]
+        cells = [_first_and_mean(found[case].get(lr, [])) for lr in columns]
         cells[columns.index(best)] = f"**{cells[columns.index(best)]}**"
         pairs = best_pairs(found, case)
         rows.append([SHORT_NAMES.get(case, case), *cells, gap_over_seeds(pairs) if case != "dense" else "",
                      str(len(pairs))])  # fmt: skip
-    header = ["validation loss at rate", *(f"{lr:g}" for lr in columns), "best against dense's best", "seeds of that"]
+    header = ["loss of seed 0 (mean over seeds) at rate", *(f"{lr:g}" for lr in columns), "best against dense's best",
+              "seeds of that"]  # fmt: skip
     shown = [n for case in found for runs in found[case].values() for n in runs]
     return markdown(header, rows) + provenance(shown)
+
+
+def _first_and_mean(runs: list[dict[str, Any]]) -> str:
+    """A loss, and in brackets its mean over several seeds."""
+    mean = f" ({statistics.mean(n['value'] for n in runs):.4f})" if len(runs) > 1 else ""
+    return f"{runs[0]['value']:.4f}{mean}" if runs else ""
 
 
 def seeds_of(rates: dict[float, list[dict[str, Any]]]) -> set[int]:
@@ -203,7 +212,7 @@ def wall_clock_groups() -> list[list[dict[str, Any]]]:
     """Lines of width 2,048 that may be compared, at all rates: of equal seconds on equal text; shorter ones first."""
 
     def settings(line: dict[str, Any]) -> dict[str, Any]:
-        own = ("d_ff", "seed", "lr", "dense_start", "from_pruned")
+        own = ("d_ff", "seed", "lr", "dense_start")
         return {k: v for k, v in line["config"].items() if k not in own}
 
     lines = [n for n in newest(WALL_CLOCK) if n["config"]["d_model"] == 2048]
@@ -239,10 +248,10 @@ def wall_clock() -> str:
                     SHORT_NAMES.get(case, case) + (", sparse at once" if at_once else ""),
                     f"{lines[0]['config']['seconds']:g}", f"{lr:g}", f"{statistics.mean(n['value'] for n in runs):.4f}",
                     gap_of(pairs) if pairs else "", f"{statistics.mean(tokens) / 1e6:.1f}M", f"{more:.2f}x",
-                    str(len(runs)),
+                    f"{statistics.mean(tokens) / lines[0]['config']['seconds']:,.0f}", str(len(runs)),
                 ])  # fmt: skip
     header = ["", "seconds", "rate", "validation loss", "against dense's best", "tokens seen", "tokens against that",
-              "seeds"]  # fmt: skip
+              "tokens/s", "seeds"]  # fmt: skip
     return markdown(header, rows) + provenance(shown) if rows else NOTHING
 
 

@@ -131,6 +131,7 @@ class Trained:
     seconds: float
     took: float  # with the first step
     finish: DenseFinish
+    products: list[str]  # what was measured of each sparse product
 
 
 def train_case(case: str, size: Size, corpus: Corpus, seed: int, seconds: float, shared: Path | None = None) -> Trained:
@@ -142,10 +143,13 @@ def train_case(case: str, size: Size, corpus: Corpus, seed: int, seconds: float,
     began = time.perf_counter()
     run, data = build(case, size, corpus, seed, None)
     sparse = case.startswith("FST")
+    products: list[str] = []
     if not sparse and case != "FP8":
         start_dense_phase(run.model)
     if sparse:
-        tune_products(run.model, size.micro * size.context, torch.bfloat16)
+        tune_products(run.model, size.micro * size.context, torch.bfloat16, products.append)
+        for line in products:
+            print(line, flush=True)
         if shared is not None:
             (shared / "tuned").touch()
     rehearse(run, data.step(0), sparse)
@@ -156,7 +160,7 @@ def train_case(case: str, size: Size, corpus: Corpus, seed: int, seconds: float,
     take_turn()
     if shared is not None:
         seconds = float((shared / "seconds").read_text(encoding="utf-8"))
-    finish = DenseFinish(run.model, at=ENDLESS, from_pruned=size.from_pruned)
+    finish = DenseFinish(run.model, at=ENDLESS)
     hooks = make_hooks(case, size, run, seed, seconds, finish)
     began = time.perf_counter()
     try:
@@ -168,7 +172,7 @@ def train_case(case: str, size: Size, corpus: Corpus, seed: int, seconds: float,
         spent = time.perf_counter() - began
         told = f"{case} was cut off after {spent:.0f} of {seconds:.0f} s; nothing of it is recorded"
         raise Interrupted(told) from None
-    return Trained(run, passes, seconds, time.perf_counter() - began, finish)
+    return Trained(run, passes, seconds, time.perf_counter() - began, finish, products)
 
 
 def evaluate(
@@ -185,7 +189,7 @@ def evaluate(
         "d_ff": size.shape["d_ff"] // (2 if case == "half-width" else 1), "batch": size.batch, "context": size.context,
         "seconds": trained.seconds, "seed": seed, "lr": size.lr, "vocab_size": corpus.tokenizer.vocab_size,
         "corpus": corpus.train.fingerprint[:8], "different_tokens": len(corpus.train),
-        **({"dense_start": WARMUP} if sparse else {}), **({"from_pruned": True} if sparse and size.from_pruned else {}),
+        **({"dense_start": WARMUP} if sparse else {}),
     }  # fmt: skip
     found = {
         "loss": statistics.fmean(by_part), "loss_by_part": [round(loss, 4) for loss in by_part],
@@ -193,7 +197,7 @@ def evaluate(
         "seconds_with_first_step": round(trained.took, 2),
         "train_loss_by_second": [[round(at, 1), loss] for at, loss in thinned(curve)],
         "without_graph": reason, "sparse_layers": len(sparse_layers(run.model, dense_phase=True)) if sparse else 0,
-        **({"dense_steps": run.step - trained.finish.at} if sparse else {}),
+        **({"dense_steps": run.step - trained.finish.at, "products": trained.products} if sparse else {}),
     }  # fmt: skip
     return config, found
 
@@ -250,7 +254,7 @@ def all_in_turns(args: argparse.Namespace, size: Size) -> None:
 def command(args: argparse.Namespace, case: str, shared: Path) -> list[str]:
     given = ["--size", args.size, "--seconds", str(args.seconds), "--max-bytes", str(args.max_bytes)]
     given += ["--seed", str(args.seed), *(["--corpus", str(args.corpus)] if args.corpus else [])]
-    given += [*(["--lr", str(args.lr)] if args.lr else []), *(["--from-pruned"] if args.from_pruned else [])]
+    given += ["--lr", str(args.lr)] if args.lr else []
     return [sys.executable, "-m", "experiments.sparse24_wall_clock", *given, "--shared", str(shared), "--cases", case]
 
 
@@ -264,14 +268,13 @@ def main() -> None:
     parser.add_argument("--max-bytes", type=int, default=96_000_000, help="of the text")
     parser.add_argument("--corpus", type=Path, help="a prepared corpus folder with its tokenizer.json")
     parser.add_argument("--lr", type=float, help="other than the size's own")
-    parser.add_argument("--from-pruned", action="store_true", help="masked weights of FST are zero when it gets dense")
     parser.add_argument("--shared", type=Path, help=argparse.SUPPRESS)  # of one case among several
     parser.add_argument("--text-only", action="store_true", help="only tokenise the text, for a later call")
     args = parser.parse_args()
     if not 0 < args.seconds < math.inf:
         raise UserError(f"--seconds {args.seconds} is not possible: give more than 0")
     torch.set_float32_matmul_precision("high")  # as benchmarks/train_sparse24 times steps
-    size = replace(SIZES[args.size], lr=args.lr or SIZES[args.size].lr, from_pruned=args.from_pruned)
+    size = replace(SIZES[args.size], lr=args.lr or SIZES[args.size].lr)
     if args.text_only:
         print(f"{len(open_text(args, size).train):,} training tokens", flush=True)
     elif len(args.cases) > 1:

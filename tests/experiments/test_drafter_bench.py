@@ -303,6 +303,29 @@ def test_who_serves() -> None:
     assert drafter_speed.serve_rows(rows[2:4], names) == []
 
 
+def test_adaspec_is_compared_run_by_run_with_as_much_compute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+
+    def note(case: str, budget: str, steps: int, teraflops: float, length: float, **config: Any) -> None:
+        kinds = ("accepted_length", "sampled_0.7_accepted_length", "sampled_accepted_length")
+        results.record(
+            bench="drafter", case=case, metric="acceptance", unit="1", samples=[0.5],
+            quality={name: length + i for i, name in enumerate(kinds)},
+            config={"target": "T", "budget": budget, "steps": steps, "teraflops": teraflops, **config},
+        )  # fmt: skip
+
+    note("DistillSpec", "equal steps", 200, 1.0, 2.0)
+    assert drafter_tables.adaspec() == drafter_tables.NOTHING
+    note("AdaSPEC, 2.5x batch", "equal steps", 200, 4.0, 3.0, seed=2)  # of another run
+    assert drafter_tables.adaspec() == drafter_tables.NOTHING
+    note("AdaSPEC, 2.5x batch", "equal steps", 200, 4.0, 2.1)
+    note("DistillSpec", "more steps", 400, 2.0, 2.2)  # less compute than AdaSPEC
+    begin = "| T | 1 | 2.00 / 3.00 / 4.00 (200 steps) | 2.10 / 3.10 / 4.10 (200 steps) |"
+    assert f"{begin}  |" in drafter_tables.adaspec()
+    note("DistillSpec", "more steps", 800, 4.0, 2.3)
+    assert f"{begin} 2.30 / 3.30 / 4.30 (800 steps) |" in drafter_tables.adaspec()
+
+
 def test_tables_show_trained_drafters_and_the_newest_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(results, "RESULTS", tmp_path)
 

@@ -25,14 +25,18 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from benchmarks import results
 from experiments import sparse24_quality
 from experiments.python_corpus import open_prepared
-from experiments.sparse24_quality import Deadline, Size, Turn, rows_of, thinned, without_options
+from experiments.sparse24_quality import Deadline, Size, Turn, make_hooks, rows_of, thinned, without_options
 from experiments.sparse24_tables import CASES, curves, stable_table, table
 from experiments.time_budget import Limits
 from experiments.trained_model import open_trained
 from shoestring.errors import UserError
+from shoestring.formats import Dense, FormatLinear, parse_format
 from shoestring.mesh import open_mesh
 from shoestring.model import Tokenizer, load_model
+from shoestring.runlog import RunLog
 from shoestring.train.objectives import CrossEntropy
+from shoestring.train.sparse24 import sparse_layers
+from shoestring.train.step import Run
 from shoestring.train.trainer import train
 from tiny import small_corpus
 
@@ -40,6 +44,27 @@ TINY = Size(
     {"d_model": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2, "head_dim": 16, "d_ff": 64},
     vocab_size=300, context=32, batch=4, micro=4, steps=24, warmup=8, lr=2e-3, refresh=4,
 )  # fmt: skip
+
+
+@pytest.mark.parametrize("from_pruned", [False, True])
+def test_the_dense_finish_may_start_from_the_pruned_weights(from_pruned: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(FormatLinear(16, 8, bias=False, format=parse_format("sparse24:tile:held")))
+    run = Run(model, torch.optim.SGD(model.parameters(), lr=0.1), None, RunLog(None, quiet=True))  # type: ignore[arg-type]
+    layer, x = sparse_layers(model)[0], torch.randn(5, 16)
+    before, kept = model(x).detach(), layer.linear.weight.detach().clone()
+    size = replace(TINY, steps=6, decay=0.0, from_pruned=from_pruned)  # a given decay: no dense probe
+    finish = make_hooks("FST exact", size, model, 0)[-1]
+    run.step = 5
+    finish.after_step(run)
+    assert isinstance(layer.linear.format, Dense)
+    assert torch.allclose(model(x), before, atol=1e-6) == from_pruned
+    assert torch.equal(layer.linear.weight[layer.mask()], kept[layer.mask()])
+    with torch.no_grad():
+        layer.linear.weight.fill_(1.0)
+    run.step = 6
+    finish.after_step(run)
+    assert layer.linear.weight.eq(1.0).all()  # weights that have grown since stay
 
 
 def drive(deadline: Deadline, seconds_per_step: float, steps: int, stopped: list[int]) -> int:

@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 
 from benchmarks import results
-from experiments.sparse24_tables import at_rates, best_pairs, columns, curves, gap_of, rates_of, repeated_curves
+from experiments.sparse24_tables import (
+    at_rates,
+    best_of,
+    best_pairs,
+    columns,
+    curves,
+    gap_of,
+    rates_of,
+    repeated_curves,
+)
 
 
 def test_curves_are_shown_at_the_same_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,9 +66,13 @@ def test_methods_are_compared_at_the_best_rate_of_each_seed_by_seed() -> None:
     lines = [
         line("dense", 1e-3, 0, 2.00), line("dense, rate 0.002", 2e-3, 0, 2.10), line("dense", 1e-3, 1, 2.20),
         line("FST exact", 1e-3, 0, 2.50), line("FST exact, rate 0.002", 2e-3, 0, 2.02),
+        line("FST exact, rate 0.003", 3e-3, 0, 2.01),  # better in its only seed
         line("FST exact, rate 0.002", 2e-3, 1, 2.20), line("FST exact, rate 0.002", 2e-3, 2, 2.00),
         line("FST exact, rate 0.002, decay 6e-05", 2e-3, 0, 1.00),  # another setting, not another rate
     ]  # fmt: skip
     pairs = best_pairs(at_rates(lines), "FST exact")
     assert [(a["value"], b["value"]) for a, b in pairs] == [(2.02, 2.00), (2.20, 2.20)]  # seed 2 has no dense run
-    assert "| FST, exact gradient | 2.5000 | **2.0200** | +0.50% (+0.00 to +1.00) | 2 |" in rates_of(lines)
+    cells = "2.5000 | **2.0200 (2.0733)** | 2.0100"
+    assert f"| FST, exact gradient | {cells} | +0.50% (+0.00 to +1.00) | 2 |" in rates_of(lines)
+    more = [line("FST exact, rate 0.003", 3e-3, seed, 2.30) for seed in (1, 2)]
+    assert best_of(at_rates([*lines, *more])["FST exact"]) == 2e-3  # 3e-3 is ahead in seed 0 alone

@@ -34,12 +34,17 @@ def test_what_is_left_is_divided_among_the_variants() -> None:
     assert share_of(math.inf, 2, 38.0) == 38.0
 
 
-def test_fst_trains_sparse_then_dense_for_the_given_seconds(tmp_path: Path) -> None:
+def test_fst_trains_sparse_then_dense_for_the_given_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measured(*args: Any) -> None:
+        args[-1]("2:4 product: stays dense")
+
+    monkeypatch.setattr(sparse24_wall_clock, "tune_products", measured)
     corpus = open_prepared(small_corpus(tmp_path).folder)
     config, found = evaluate("FST", TINY, corpus, 0, train_case("FST", TINY, corpus, 0, 0.6))
     assert config["seconds"] == 0.6 and found["tokens"] == found["steps"] * 128
     assert 0.6 <= found["seconds_with_first_step"] < 5
     assert found["sparse_layers"] == 3 and found["dense_steps"] > 0
+    assert found["products"] == ["2:4 product: stays dense"]  # which ones ran sparse explains the pace
     assert sum(found["loss_by_part"]) / len(found["loss_by_part"]) == pytest.approx(found["loss"], abs=1e-4)
 
 

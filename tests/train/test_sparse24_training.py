@@ -19,7 +19,6 @@ from shoestring.model import Decoder, ModelSpec
 from shoestring.runlog import RunLog
 from shoestring.state.checkpoint import Checkpointer
 from shoestring.train.sparse24 import (
-    DenseFinish,
     FlipController,
     FlipMeter,
     MaskedDecay,
@@ -243,23 +242,6 @@ def test_the_dense_finish_is_dense_and_keeps_the_checkpoint_layout() -> None:
     assert not sparse_layers(run.model) and list(run.model.state_dict()) == names
     assert all(isinstance(x.linear.format, Dense) for x in sparse_layers(run.model, dense_phase=True))
     assert max(series(run, "mask_change")) == 16  # masks are left alone afterwards
-
-
-@pytest.mark.parametrize("from_pruned", [False, True])
-def test_the_dense_finish_may_start_from_the_pruned_weights(from_pruned: bool) -> None:
-    run = one_layer("sparse24:tile:held")
-    layer, x = sparse_layers(run.model)[0], torch.randn(5, 16)
-    before, kept = run.model(x).detach(), layer.linear.weight.detach().clone()
-    run.step = 3
-    finish = DenseFinish(run.model, at=3, from_pruned=from_pruned)
-    finish.after_step(run)
-    assert isinstance(layer.linear.format, Dense)
-    assert torch.allclose(run.model(x), before, atol=1e-6) == from_pruned
-    assert torch.equal(layer.linear.weight[layer.mask()], kept[layer.mask()])
-    with torch.no_grad():
-        layer.linear.weight.fill_(1.0)
-    DenseFinish(run.model, at=3, from_pruned=from_pruned).load_state_dict(finish.state_dict())
-    assert layer.linear.weight.eq(1.0).all()  # a resumed run has weights that have grown since
 
 
 def test_the_controller_probes_then_servoes_the_decay() -> None:

@@ -264,26 +264,15 @@ class DenseStart(Hook):
 
 
 class DenseFinish(Hook):
-    """From step `at` on all layers compute densely: no mask, no decay, no MVUE (FST: the last sixth).
+    """From step `at` on all layers compute densely: no mask, no decay, no MVUE (FST: the last sixth)."""
 
-    `from_pruned`: masked weights start the finish at zero, so that it begins with the function that was trained.
-    Otherwise they enter it with values that no forward pass has used since they were masked.
-    """
-
-    def __init__(self, model: nn.Module, at: int, *, from_pruned: bool = False) -> None:
-        self.model, self.at, self.from_pruned, self.done = model, at, from_pruned, False
+    def __init__(self, model: nn.Module, at: int) -> None:
+        self.model, self.at, self.done = model, at, False
 
     def after_step(self, run: Run) -> None:
         if run.step >= self.at and not self.done:
-            if self.from_pruned:
-                self._zero_masked()
             self._start_dense_phase()
             run.log.say(f"step {run.step}: dense from here on")
-
-    @torch.no_grad()
-    def _zero_masked(self) -> None:
-        for layer in sparse_layers(self.model):
-            local(layer.linear.weight).masked_fill_(~layer.mask().bool(), 0.0)
 
     def _start_dense_phase(self) -> None:
         self.done = True
