@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from shoestring.serve import Engine, Sampling
+from shoestring.serve.engine import runner
 from shoestring.serve.engine.block_pool import BlockPool
 from shoestring.serve.engine.request import Draft, Output, Request
 from shoestring.serve.engine.runner import Batch, Runner
@@ -244,9 +245,8 @@ def test_a_drafter_says_that_it_had_to_read_first(graphs: bool) -> None:
     assert [*found, drafter.caught_up] == [True, False, True]
 
 
-@pytest.mark.parametrize("num_rows", [1, 5, 16, 17, 200])
-def test_a_profile_of_many_rows_is_of_several_requests(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More rows than the model has positions, and never the rows of one long prompt."""
+def noted_batches(monkeypatch: pytest.MonkeyPatch) -> list[Batch]:
+    """What runners compute from now on."""
     seen: list[Batch] = []
     forward = Runner.forward
 
@@ -255,6 +255,23 @@ def test_a_profile_of_many_rows_is_of_several_requests(num_rows: int, monkeypatc
         return forward(self, batch, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Runner, "forward", noted)
+    return seen
+
+
+def test_a_long_pass_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafting on a CPU begins with such passes over 1 to 16 rows, for which the first text waits."""
+    model = tiny_decoder(0)
+    for limit, passes in ((model.spec.num_params() + 1, 2), (model.spec.num_params(), 1)):
+        monkeypatch.setattr(runner, "LONG_PASS", limit)
+        seen = noted_batches(monkeypatch)
+        assert Runner(model, BlockPool(4, 16)).measure_seconds(4) > 0
+        assert len(seen) == passes
+
+
+@pytest.mark.parametrize("num_rows", [1, 5, 16, 17, 200])
+def test_a_profile_of_many_rows_is_of_several_requests(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More rows than the model has positions, and never the rows of one long prompt."""
+    seen = noted_batches(monkeypatch)
     assert Runner(tiny_decoder(0), BlockPool(4, 16)).measure_seconds(num_rows) > 0
     spans = seen[0].spans
     assert sum(s.num for s in spans) == num_rows and max(s.num for s in spans) <= 16

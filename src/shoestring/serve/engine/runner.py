@@ -78,6 +78,7 @@ LAUNCH_ROWS = 512  # rows of whole prompts of one length that pay for an attenti
 FINE, MANY, COARSE, MOST = 64, 512, 256, 2048
 WARM_LOGITS = 256  # rows with logits, at most, in a warm-up pass
 PROMPT = (0, 24)  # start and rows of a whole prompt in a warm-up pass
+LONG_PASS = 50_000_000  # parameters from which one eager pass is a measure: it takes long, a hiccup is a small part
 
 LaunchKind = Literal["decode", "next", "prefill", "chain", "logits", "fused"]
 
@@ -396,8 +397,8 @@ class Runner:
         return embedding_parts(self.model, texts, pooling, chunk)
 
     def measure_seconds(self, num_rows: int, skip: SkipSet | None = None) -> float:
-        """Seconds of a forward over this many rows, the best of a few, on a cache of its own. More rows than one
-        request can have in a decode step belong to several requests."""
+        """Seconds of a forward over this many rows, the best of a few or a long one, on a cache of its own. More rows
+        than one request can have in a decode step belong to several requests."""
         size, positions = self.cache.pool.block_size, self.model.spec.max_positions
         # Two rows each fill a graph without padding, like most real steps of so many rows.
         each = min(num_rows if num_rows <= ROWS_EACH[-1] else 2, positions)
@@ -408,8 +409,10 @@ class Runner:
         ]
         apart = self._apart(pool)
         batch = Batch(spans, [0] * num_rows, range(num_rows))
+        # The first fused one compiles and captures. All ranks of a split model do equally many, so no clock decides.
+        passes = 6 if apart.fast else 2 if self.model.spec.num_params() < LONG_PASS else 1
         seconds = []
-        for _ in range(6 if apart.fast else 2):  # the first fused one compiles and captures
+        for _ in range(passes):
             began = time.perf_counter()
             apart.forward(batch, skip).argmax(-1).tolist()  # waits for the device
             seconds.append(time.perf_counter() - began)
