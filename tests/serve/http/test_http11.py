@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -68,6 +69,37 @@ def test_one_connection_carries_many_requests(service: Any) -> None:
             assert found.status == (400 if more.get("max_tokens") else 200)
             assert body.endswith(b"data: [DONE]\n\n") == bool(more.get("stream")) and not found.will_close
             assert len(found.getheader("x-request-id", "")) == 16 and found.getheader("date")
+
+
+@pytest.mark.parametrize("version", ["1.1", "1.0"])
+def test_the_header_of_a_stream_does_not_wait_for_the_first_token(
+    service: Any, monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    """What is refused has its status all the same: the request was admitted before."""
+    step, release = service.engine.step, threading.Event()
+
+    def held() -> Any:
+        assert release.wait(60)
+        return step()
+
+    monkeypatch.setattr(service.engine, "step", held)
+    monkeypatch.setattr("shoestring.serve.http.app.KEEP_ALIVE_S", 600.0)  # no comment brings it
+    try:
+        with connect(service) as client:
+            client.sendall(asked(version=version, stream=True))
+            header = b""
+            while not header.endswith(b"\r\n\r\n"):
+                header += client.recv(1)
+            assert header.startswith(b"HTTP/1.1 200 OK\r\n") and b"text/event-stream" in header
+            with connect(service) as other:
+                other.sendall(asked(stream=True, max_tokens=-1))
+                assert answer(other)[0].status == 400
+            release.set()
+            events = b""
+            while b"data: [DONE]\n\n" not in events:
+                events += client.recv(65536)
+    finally:
+        release.set()
 
 
 def test_a_connection_without_requests_is_closed_later(service: Any) -> None:

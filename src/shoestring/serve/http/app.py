@@ -20,6 +20,7 @@ import asyncio
 import hashlib
 import ipaddress
 import logging
+import math
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -77,6 +78,7 @@ WEB = Path(__file__).parent / "web"
 PAGE_KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
 OPEN_PATHS = ("/", "/health", "/web/app.js", "/web/markdown.js", "/web/style.css")  # no key needed
 KEEP_ALIVE_S = 15.0  # an idle stream sends a comment at least this often
+HEADER_S = 0.05  # a stream's header waits for its first event, so that both are one write, but no longer than this
 LATE_S = 2.0  # the engine ends requests at their deadline, between two steps; this much later the event loop does
 CLIENT_LEFT = 499  # nginx's code; only in the log
 DRAINED_BODIES = 8  # a body this many times too large is still read to its end, so that the 413 arrives
@@ -324,7 +326,9 @@ class Api:
         _receive: Receive,
         send: Send,
     ) -> None:
-        """Only the header goes through the middleware, parts straight to the connection."""
+        """Only the header goes through the middleware, parts straight to the connection.
+
+        Its request was admitted, so what fails from here on is an event of the stream, not a status."""
         write = note_of(request).send
 
         def part(chunks: Sequence[str], *, more: bool = True) -> Message:
@@ -335,6 +339,7 @@ class Api:
             try:
                 if first := response.first_chunks():
                     await write(part(first))
+                begun = bool(first)  # the header is on its way: the connection writes it with the first part
                 while not response.done:
                     unread = await collector.take()
                     if unread is None:
@@ -354,7 +359,8 @@ class Api:
                     if response.done:  # with the last text: one write less
                         await write(part([*chunks, *response.last_chunks()], more=False))
                     elif chunks or not unread:
-                        await write(part(chunks or [": waiting\n\n"]))
+                        await write(part(chunks or ([": waiting\n\n"] if begun else [])))
+                        begun = True
             except ClientDisconnect:  # while a worker thread wrote events
                 return
             except ApiError as told:  # e.g. the worker threads have too much to do
@@ -597,7 +603,7 @@ class _Watch:
         self.silent = True  # nothing was written since the timer was set
         self._late_at = choices[0].deadline + LATE_S
         self._gone.add_done_callback(self._leave)
-        self._set_timer()
+        self._set_timer(HEADER_S)
 
     def __enter__(self) -> None:
         pass
@@ -613,9 +619,9 @@ class _Watch:
         self._engine.cancel(self._choices)
         self._collector.close()
 
-    def _set_timer(self) -> None:
+    def _set_timer(self, remind_s: float = math.inf) -> None:
         wait = self._late_at - time.monotonic()
-        wait = min(wait, KEEP_ALIVE_S / 2) if self._reminds else wait
+        wait = min(wait, remind_s, KEEP_ALIVE_S / 2) if self._reminds else wait
         self._timer = asyncio.get_running_loop().call_later(wait, self._look)
 
     def _look(self) -> None:
