@@ -100,6 +100,22 @@ def test_running_requests_keep_their_tokens_and_go_on_with_the_new_weights(graph
     assert [v for v, _ in requests[0].versions] == [None, V1, V2]
 
 
+def test_a_text_that_was_paused_during_an_update_names_the_weights_that_continued_it() -> None:
+    engine, new = Engine(tiny_decoder(0)), tiny_decoder(1)
+    paused = engine.add(PROMPT[:5], Sampling(max_tokens=9))
+    for _ in range(3):
+        engine.step()
+    engine.pause(paused)
+    num_before = len(paused.new_tokens)
+    engine.update_weights(WeightTarget(engine.model), values_of(new), V1)
+    engine.resume(paused)
+    while engine.busy:
+        engine.step()
+    assert 0 < num_before < 9 and paused.versions == [(None, 0), (V1, num_before)]
+    rest = naive(new, paused.tokens[: 5 + num_before], Sampling(max_tokens=9 - num_before))
+    assert paused.new_tokens[num_before:] == rest
+
+
 def dense_tied(seed: int) -> Decoder:
     """A tied head that is served in another dtype than the embedding, biases, and joined matrices."""
     model = random_model(replace(QWEN2, tied=True), seed).eval()

@@ -314,9 +314,6 @@ class Engine:
                 self.drafter.release(request)
         prepared.write_()
         self.runner.weights_written(version)
-        for request in self.waiting:
-            if request.versions:  # it has been computed with others
-                note_version(request, version)
         return outputs
 
     def _update_drafter(self, target: WeightTarget, prepared: PreparedWeights, version: WeightsVersion) -> None:
@@ -633,7 +630,7 @@ class Engine:
             self.draft_controller.requests_joined()
         self._num_held = 0
         for request in scheduled.admitted:
-            if not request.versions:
+            if not request.versions or request.versions[-1][0] != self.version:
                 note_version(request, self.version)
             self.stats.num_prefix_asked += len(request.tokens)
             self.stats.num_prefix_hits += request.num_computed
