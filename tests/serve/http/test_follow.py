@@ -18,10 +18,14 @@ from shoestring.mesh import open_mesh
 from shoestring.model import Decoder
 from shoestring.runlog import RunLog
 from shoestring.serve import Engine, Sampling
+from shoestring.serve.engine.weight_update import WeightTarget
+from shoestring.serve.http.engine_thread import EngineThread, WeightUpdate
+from shoestring.serve.http.metrics import Metrics
 from shoestring.serve.http.server import ServeOptions, _draft_target
 from shoestring.serve.speculative import drafter_stack
 from shoestring.serve.speculative.draft_model import DraftModel
 from shoestring.serve.speculative.ngram_drafter import NgramDrafter
+from shoestring.state.reshard.version import WeightsVersion
 from shoestring.train.publish import Publish
 from shoestring.train.step import Run
 from tiny import chat_tokenizer, served_model
@@ -154,6 +158,26 @@ def test_a_draft_model_follows_a_run_of_its_own(
     assert all(torch.equal(t, want[n]) for n, t in draft.state_dict().items())
     with pytest.raises(UserError, match="there are 0"):
         _draft_target(NgramDrafter())
+
+
+def test_weights_that_come_together_are_all_taken_by_an_idle_engine() -> None:
+    """Those of the model and of its draft model, from two threads."""
+    draft, new = weights_of(9), weights_of(1)
+    engine = Engine(served_model(VOCAB), chat_tokenizer(), drafter=DraftModel(draft), num_drafts=2)
+    thread = EngineThread(engine, Metrics("tiny"), max_running=2)
+    updates = []
+    for model in (draft, engine.model):
+        target = WeightTarget(model)
+        values = target.prepare({name: {"": p.detach().clone()} for name, p in new.named_parameters()})
+        updates.append(WeightUpdate(target, values, WeightsVersion("run", 1, "aa"), not_after=0.0))
+        thread._updates.put(updates[-1])
+        thread.post(("update", None))
+    thread.start()
+    try:
+        assert [update.done.wait(20) for update in updates] == [True, True]
+    finally:
+        thread.stop()
+    assert all(torch.equal(t, new.state_dict()[n]) for n, t in engine.model.state_dict().items())
 
 
 def test_options() -> None:

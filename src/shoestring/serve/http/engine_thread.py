@@ -227,7 +227,8 @@ class EngineThread:
 
     def _read_inbox(self, wait: bool = True) -> bool:
         """Process all messages, waiting for one if the engine is idle; False: the loop must end."""
-        wait = wait and not (self.engine.busy or self._to_score or self._line or self._update)
+        updates = self._update is not None or not self._updates.empty()  # a turn takes one; others have no message left
+        wait = wait and not (self.engine.busy or self._to_score or self._line or updates)
         while True:
             try:
                 message = self._inbox.get(block=wait)
