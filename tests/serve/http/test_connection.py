@@ -176,6 +176,141 @@ def test_a_client_that_leaves_is_noticed_after_a_large_body_too(behind: bytes) -
     assert asyncio.run(leaves()) == (not behind)
 
 
+async def answer(scope: Any, receive: Any, send: Any) -> None:
+    """As many bytes as the path says; none of 0."""
+    num = int(scope["path"][1:])
+    if not num:
+        await scope["exchange"].gone
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % num)]})
+    await send({"type": "http.response.body", "body": bytes(num)})
+
+
+class ByHand:
+    """A connection on an event loop whose clock goes as the test says."""
+
+    def __init__(self, limits: ConnectionLimits, opened: dict[LimitedConnection, None] | None = None) -> None:
+        self.limits, self.loop, self.seconds = limits, asyncio.get_running_loop(), 0.0
+        config = uvicorn.Config(answer, lifespan="off", ws="none", log_config=None, timeout_keep_alive=5)
+        config.load()
+        given = {"config": config, "server_state": ServerState(), "app_state": {}}
+        self.connection = LimitedConnection(limits, {} if opened is None else opened, **given)  # type: ignore[arg-type]
+        self.received, self.closed = 0, False
+
+    async def open(self) -> ByHand:
+        self.loop.time = lambda: self.seconds  # type: ignore[method-assign]
+        ours, self.client = socket.socketpair()
+        self.client.setblocking(False)
+        await self.loop.connect_accepted_socket(lambda: self.connection, ours)
+        return self
+
+    async def send(self, data: bytes) -> None:
+        self.client.sendall(data)
+        await self.later(0)
+
+    async def read(self) -> None:
+        """What there is."""
+        with suppress(BlockingIOError):
+            while part := self.client.recv(1 << 20):
+                self.received += len(part)
+            self.closed = True
+        await self.later(0)
+
+    async def later(self, seconds: float) -> None:
+        self.seconds += seconds
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+
+def get(num_bytes: int) -> bytes:
+    return b"GET /%d HTTP/1.1\r\nHost: localhost\r\n\r\n" % num_bytes
+
+
+def test_a_client_that_reads_slowly_is_not_one_that_reads_nothing() -> None:
+    async def reads(num_bytes: int) -> ByHand:
+        hand = await ByHand(ConnectionLimits(read_timeout_s=60)).open()
+        await hand.send(get(1 << 22))
+        while hand.received <= num_bytes and not hand.closed:
+            await hand.later(50)
+            await hand.read()
+        await hand.later(61)
+        await hand.later(61)
+        await hand.read()
+        return hand
+
+    assert asyncio.run(reads(1 << 22)).received > 1 << 22
+    stopped = asyncio.run(reads(1 << 21))
+    assert 1 << 21 < stopped.received < 1 << 22 and stopped.closed
+
+
+def test_a_complete_answer_must_be_read_too() -> None:
+    async def asks() -> None:
+        opened: dict[LimitedConnection, None] = {}
+        hand = await ByHand(ConnectionLimits(read_timeout_s=60), opened).open()
+        while not hand.connection.transport.get_write_buffer_size():  # little enough for uvicorn to go on
+            await hand.send(get(30_000))
+        assert not hand.connection.flow.write_paused
+        await hand.later(6)  # no next request: the connection ends when all is read
+        await hand.later(53)
+        assert len(opened) == 1
+        await hand.later(2)
+        assert not opened
+
+    asyncio.run(asks())
+
+
+def test_a_next_request_is_computed_though_the_answer_before_it_was_read_late() -> None:
+    async def asks(num_before: int | None) -> int:
+        hand, num = await ByHand(ConnectionLimits(read_timeout_s=60)).open(), 0
+        while not hand.connection.transport.get_write_buffer_size():
+            await hand.send(get(30_000) + (get(0) if num == num_before else b""))
+            num += 1
+        while hand.connection.transport.get_write_buffer_size():
+            await hand.read()
+        await hand.later(61 if num_before is not None else 0)
+        await hand.read()
+        assert not hand.closed
+        return num - 1
+
+    num_before = asyncio.run(asks(None))
+    assert asyncio.run(asks(num_before)) == num_before
+
+
+@pytest.mark.parametrize("paused", [False, True])
+def test_a_next_header_has_its_time_though_the_answer_before_it_was_read_late(paused: bool) -> None:
+    async def begins() -> None:
+        hand = await ByHand(ConnectionLimits(header_timeout_s=10)).open()
+        while not hand.connection.transport.get_write_buffer_size():  # the answer fits no buffer
+            await hand.send(get(1 << 20 if paused else 30_000))
+        assert hand.connection.flow.write_paused == paused
+        if paused:
+            await hand.send(get(1)[:9])
+        while hand.connection.transport.get_write_buffer_size():
+            await hand.read()
+        if not paused:
+            await hand.send(get(1)[:9])
+        await hand.read()
+        await hand.later(9)
+        await hand.read()
+        assert not hand.closed
+        await hand.later(2)
+        await hand.read()
+        assert hand.closed
+
+    asyncio.run(begins())
+
+
+def test_a_connection_that_was_just_answered_is_not_the_one_that_waits_the_longest() -> None:
+    async def newcomer() -> list[bool]:
+        opened: dict[LimitedConnection, None] = {}
+        limits = ConnectionLimits(max_connections=2)
+        answered, idle = [await ByHand(limits, opened).open() for _ in range(2)]
+        await answered.send(get(1))
+        await ByHand(limits, opened).open()
+        return [hand.connection.transport.is_closing() for hand in (answered, idle)]
+
+    assert asyncio.run(newcomer()) == [False, True]
+
+
 def test_a_body_in_tiny_chunks_is_refused(service: Any) -> None:
     with connect(service) as client:
         client.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n")

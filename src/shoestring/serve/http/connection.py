@@ -4,7 +4,7 @@ uvicorn's protocol waits for as long as it takes for a request's header, and for
 asked for. Here
 
 - a header must be complete `header_timeout_s` seconds after the connection, or after the first byte of a later request;
-- a client that reads nothing for `read_timeout_s` seconds is disconnected;
+- a client that reads nothing for `read_timeout_s` seconds is disconnected, also where its answer is complete;
 - of more than `max_connections`, the one that has waited for its client the longest is closed. Requests that have
   arrived whole are never closed: where all are such, the new connection gets a 503;
 - a body in hundreds of tiny chunks is refused: each costs as much to parse as a large one.
@@ -72,6 +72,7 @@ class LimitedConnection(H11Protocol):
         self.conn = _Http(h11.SERVER)
         self._limits, self._opened = limits, opened
         self._timer: asyncio.TimerHandle | None = None
+        self._num_unread = 0  # bytes that the client had not taken when the timer was set
         self._exchange: Exchange | None = None
 
     @property
@@ -91,11 +92,10 @@ class LimitedConnection(H11Protocol):
             self._make_room()
 
     def data_received(self, data: bytes) -> None:
-        if self._between_requests and self._timer is None:
+        first = self._timer is None or self.timeout_keep_alive_task is not None  # since the last answer
+        if first and self._between_requests and not self.flow.write_paused:
             self._set_timer(self._limits.header_timeout_s)
         super().data_received(data)
-        if not self._between_requests and not self.flow.write_paused:
-            self._stop_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._opened.pop(self, None)
@@ -111,6 +111,8 @@ class LimitedConnection(H11Protocol):
     def resume_writing(self) -> None:
         super().resume_writing()
         self._stop_timer()
+        if self._between_requests:  # a next header may have begun meanwhile; and the rest has to be read, too
+            self._set_timer(self._limits.header_timeout_s)
 
     # -- called by uvicorn ----------------------------------------------------------------------------------
     def handle_events(self) -> None:
@@ -119,12 +121,21 @@ class LimitedConnection(H11Protocol):
         if self.cycle is not before:  # its task has not begun: that is for a later turn of the event loop
             self._exchange = Exchange(self.cycle, self.loop)
             self.cycle.scope["exchange"] = self._exchange  # type: ignore[typeddict-unknown-key]
+            if not self.flow.write_paused:
+                self._stop_timer()
         if self.flow.read_paused and not self._between_requests and not self.cycle.more_body:
             # uvicorn stops reading at a large body until the application asks for more of it, which nobody does after
             # the last part. Without reading, a client that leaves is not noticed. A next request has to wait, though.
             next_request, _closed = self.conn.trailing_data
             if not next_request:
                 self.flow.resume_reading()
+
+    def on_response_complete(self) -> None:
+        if self._timer is None and self.transport.get_write_buffer_size():
+            self._set_timer(self._limits.read_timeout_s)
+        else:
+            self._move_back()
+        super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
@@ -138,9 +149,17 @@ class LimitedConnection(H11Protocol):
     # -- limits ---------------------------------------------------------------------------------------------
     def _set_timer(self, seconds: float) -> None:
         self._stop_timer()
+        self._move_back()
+        self._start_timer(seconds)
+
+    def _start_timer(self, seconds: float) -> None:
+        self._num_unread = self.transport.get_write_buffer_size()
+        self._timer = self.loop.call_later(seconds, self._late)
+
+    def _move_back(self) -> None:
+        """It begins to wait now."""
         self._opened.pop(self, None)
         self._opened[self] = None
-        self._timer = self.loop.call_later(seconds, self._late)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
@@ -148,6 +167,9 @@ class LimitedConnection(H11Protocol):
             self._timer = None
 
     def _late(self) -> None:
+        if 0 < self.transport.get_write_buffer_size() < self._num_unread:  # it reads, if slowly
+            self._start_timer(self._limits.read_timeout_s)
+            return
         self._timer = None
         self.transport.abort()  # close() would wait until the client has read what is left
 
