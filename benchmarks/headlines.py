@@ -69,8 +69,8 @@ def train_sparse24() -> list[str]:
     ]
 
 
-# The settings of shrink/lowbit_best, which its rows show whether or not validation prefers others.
-SHIPPED = {2: "ours@live,gamma=0,batch=16", 4: "ours@live,gamma=0,0.25,batch=16"}
+# The setting of shrink/lowbit_best at 2 and 4 bits, which its rows show whether or not validation prefers another.
+SHIPPED = "ours@live,gamma=0,0.25,batch=16"
 
 
 def quality(bits: int) -> list[str]:
@@ -93,13 +93,13 @@ def quality(bits: int) -> list[str]:
         return spread(best[tables.SMOLLM2, method, label].lines)
 
     lines = [n for n in tables.counting() if n["config"]["model"] == tables.SMOLLM2 and n["config"]["format"] == grid]
-    ours = [n for n in lines if n["config"]["method"] == SHIPPED[bits]]
+    ours = [n for n in lines if n["config"]["method"] == SHIPPED]
     stored = ours[0]["config"]["bits"]
     theirs = best[tables.SMOLLM2, "bitdistiller", grid].lines
     theirs_mixed = ours_mixed = mixed = ""
     if {(tables.SMOLLM2, m, grid) for m in (tables.MIXED, tables.THEIRS_MIXED)} <= best.keys():
         others = best[tables.SMOLLM2, tables.THEIRS_MIXED, grid].lines
-        shipped = [n for n in lines if n["config"]["method"].startswith(f"{SHIPPED[bits]},mix=")]
+        shipped = [n for n in lines if n["config"]["method"].startswith(f"{SHIPPED},mix=")]
         theirs_mixed, ours_mixed = (f", with mixed formats {spread(n)}" for n in (others, shipped))
         mixed = f"; mixed: {seeds(shipped, others)}"
     count = seeds(ours, theirs) + mixed

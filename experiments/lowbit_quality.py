@@ -70,9 +70,10 @@ def smol(label: str, *methods: str, seed: int = 0) -> list[Cell]:
     return [(SMOLLM2, method, label, seed) for method in methods]
 
 
-# Settings of ours: the best at 2 bits, what shrink/lowbit_best ships at 4, the best at 3 in one format and as a mix.
+# Settings of ours: all of its rates at 2 bits, what shrink/lowbit_best ships at 2 and 4, and the best at 3, first in
+# one format, then as a mix.
 OURS = "ours@live,gamma=0,batch=16"
-FOUR = "ours@live,gamma=0,0.25,batch=16"
+SHIPPED = "ours@live,gamma=0,0.25,batch=16"
 THREE = "ours@live,derived,gamma=0.5,0.6"
 MIX = ",mix=nf3:s1:g{0}+nf4:s1:g{0}"
 MIXED = "ours@live,gamma=0,0.3,batch=16,blocks=0,init=clip" + MIX
@@ -104,12 +105,13 @@ PARTS: dict[str, list[Cell]] = {
         *smol("int2:g64", OURS, "bitdistiller@1e-3", "bitdistiller", OURS + ",init=clip"),
         *smol("int2:g192", "bitdistiller@1e-3", OURS),
         *smol("int2:g64", "bitdistiller@1e-3", OURS, seed=1),
+        *smol("int2:g192", SHIPPED, "bitdistiller@5e-4"),
     ],
     "three": [
         *smol("nf3:s2:g64", MIXED.format(64), "bitdistiller@4e-4", THREE, "bitdistiller"),
-        *smol("int4:g64", "ours", "bitdistiller", FOUR),
+        *smol("int4:g64", "ours", "bitdistiller", SHIPPED),
         *smol("nf3:s2:g192", "bitdistiller@4e-4", MIXED.format(192), THREE),
-        *smol("int4:g192", FOUR, "bitdistiller"),
+        *smol("int4:g192", SHIPPED, "bitdistiller"),
         *smol("nf3:s2:g64", "bitdistiller@4e-4", MIXED.format(64), seed=1),
     ],
     "plain": [
@@ -160,10 +162,10 @@ PARTS: dict[str, list[Cell]] = {
 CELLS: tuple[Cell, ...] = tuple(dict.fromkeys(itertools.chain(*PARTS.values())))
 # Weights on no grid, and a width that groups of 128 divide. Needs a kept model: only with --part kept.
 PARTS["kept"] = [
-    *((KEPT, m, f, 0) for f in ("int4:g128", "int4:g64") for m in (*PLAIN, "bitdistiller", FOUR)),
+    *((KEPT, m, f, 0) for f in ("int4:g128", "int4:g64") for m in (*PLAIN, "bitdistiller", SHIPPED)),
     *((KEPT, m, "nf3:s2:g128", 0) for m in (*PLAIN, "bitdistiller", THREE)),
     *((KEPT, "rtn", f, 0) for f in ("int3:g128", "nf3:s1:g128")),
-    *((KEPT, m, "int2:g128", 0) for m in (*PLAIN, "bitdistiller", OURS)),
+    *((KEPT, m, "int2:g128", 0) for m in (*PLAIN, "bitdistiller", OURS, SHIPPED)),
     # Its usual rates are too high here: at 4 bits it ends above clipping alone, which it starts from.
     *((KEPT, f"bitdistiller@{rate}", "int2:g128", 0) for rate in ("1e-4", "2e-5")),
     *((KEPT, f"bitdistiller@{rate}", "nf3:s2:g128", 0) for rate in ("4e-5", "1e-5")),

@@ -459,7 +459,10 @@ def _about_texts() -> str:
     if len(letters) < 2:
         return ""
     named = " and ".join(f"{letter} ({text})" for text, letter in letters.items())
-    return f"Texts {named} of {SMOLLM2} were written by the model from the same prompts, in two calls."
+    return (
+        f"Letters name a model's texts; {named} of {SMOLLM2} were written by the model from the same prompts, in two "
+        "calls."
+    )
 
 
 def _rate(config: dict[str, Any]) -> str:

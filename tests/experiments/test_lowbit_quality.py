@@ -489,7 +489,7 @@ def test_a_row_has_one_text_and_a_verdict_says_where_they_differ(
     assert f"{start} A | 2.38 | BitDistiller | 2 | 0.0005 | 1 | 12.00 |" in page
     assert f"{start} A | 2.38 | ours | 2 | 0.5 of the recipe's rates | 1 | 9.000 |" in page
     assert f"{start} B | 2.38 | ours | 1 | 0.5 of the recipe's rates | 2 | 8.600 to 8.800 |" in page
-    assert "Texts A (old) and B (new) of" in page
+    assert "A (old) and B (new) of" in page
     compared = [row for row in lowbit_tables.rates().splitlines() if "| ours |" in row]
     assert len(compared) == 2 and all("| A |" in row for row in compared)  # the other text has one part only
     said = {row.split(" | ")[2]: row for row in lowbit_tables.must_hold().splitlines() if "ours below Bit" in row}

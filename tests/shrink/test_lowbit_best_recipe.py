@@ -26,8 +26,8 @@ from shoestring.shrink import blockwise
 from shoestring.shrink.blockwise import Blockwise, train_blocks
 from shoestring.shrink.calibrate import Calibration, walk
 from shoestring.shrink.clip import Clip
-from shoestring.shrink.lowbit_stages import micro_of
-from shoestring.shrink.qat import FallingRates, Rates, clip_weights, part_for, read_grids, relative_adamw
+from shoestring.shrink.lowbit_stages import BestSettings, micro_of, part_of
+from shoestring.shrink.qat import FallingRates, Rates, clip_weights, read_grids, relative_adamw
 from shoestring.shrink.shrink_run import run_once
 from shoestring.train.cakld import Cakld
 from shoestring.train.step import Run
@@ -155,12 +155,13 @@ def test_learned_grids_start_where_the_method_left_them() -> None:
     assert torch.equal(scale, grids["blocks.1.mlp.up"]["scale"])
 
 
-def test_the_finer_the_grid_the_smaller_the_rates() -> None:
-    def part(*labels: str) -> float:
-        return part_for(parse_format(label) for label in labels)
+def test_the_usual_part_of_the_rates() -> None:
+    def part(label: str, **given: Any) -> float:
+        return part_of(BestSettings(**given), [("*", parse_format(label))])
 
-    assert [part(f) for f in ("int2:g64", "nf3:s2:g64", "int4:g64", "int8:g0")] == [1.0, 0.25, 0.25, 0.25]
-    assert part("int4:g64", "int2:g64", "dense") == 1.0 and part("dense") == 0.25  # the coarsest decides
+    assert [part(f) for f in ("int2:g64", "int4:g64", "int8:g0")] == [0.25] * 3
+    assert part("nf3:s2:g64") == part("int2:g64", grids="derived") == 0.5  # scales follow the weights
+    assert part("nf3:s2:g64", grids="learned") == 0.25 and part("nf3:s2:g64", part=1.0) == 1.0
     assert Rates(weight=1e-2, scale=0.0).softer(0.5) == Rates(5e-3, 0.0, 2.5e-3, 1e-3, 2.5e-3)
 
 

@@ -42,7 +42,7 @@ from shoestring.shrink.blockwise import Blockwise, train_blocks
 from shoestring.shrink.calibrate import Calibration, walk, windows
 from shoestring.shrink.clip import Clip
 from shoestring.shrink.mixed_bits import check_candidates, read_candidates
-from shoestring.shrink.qat import build_teacher, clip_weights, coarsest, learned_rules, part_for, read_grids, save_grids
+from shoestring.shrink.qat import build_teacher, clip_weights, coarsest, learned_rules, read_grids, save_grids
 from shoestring.shrink.quality_gate import (
     FORCE_HELP,
     MAX_HELP,
@@ -177,7 +177,7 @@ class BestSettings(LowbitSettings):
     )
     part: float | None = option(
         None,
-        "multiplies these rates; none: 1 at 2 bits, 0.25 at 3 and 4 bits (grids=derived: twice that)",
+        "multiplies these rates; none: 0.25, or 0.5 with derived grids. Very small models prefer 1 at 2 bits",
         least=0,
         advanced=True,
     )
@@ -398,10 +398,13 @@ def blockwise_start(
 # -- where shrink/lowbit_best starts, by the bits ------------------------------------------------------------
 
 
+PART = 0.25  # of the rates: experiments/bitdistiller.md has the others
+
+
 def part_of(cfg: BestSettings, rules: list[Rule]) -> float:
     if cfg.part is not None:
         return cfg.part
-    return min(1.0, part_for(format for _, format in rules) * (2 if is_derived(cfg, rules) else 1))
+    return 2 * PART if is_derived(cfg, rules) else PART
 
 
 def is_derived(cfg: BestSettings, rules: list[Rule]) -> bool:

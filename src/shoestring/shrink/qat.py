@@ -140,7 +140,7 @@ def learned_rules(rules: Sequence[Rule]) -> list[Rule]:
 
 @dataclass(frozen=True)
 class Rates:
-    """Learning rates as parts of what they move; 0 freezes. The defaults are for 2 bits."""
+    """Learning rates as parts of what they move; 0 freezes. shrink/lowbit_best takes a quarter of the defaults."""
 
     weight: float = 5e-3  # of the root mean square of a layer's weights
     scale: float = 3e-4  # of the mean of a layer's scales
@@ -158,14 +158,6 @@ class Rates:
 
     def softer(self, part: float) -> Rates:
         return Rates(**{name: value * part for name, value in asdict(self).items()})
-
-
-SOFTER = {2: 1.0, 3: 0.25, 4: 0.25}  # factors on the rates by bits: the finer the grid, the less has to move
-
-
-def part_for(formats: Iterable[object]) -> float:
-    """The factor on the rates for the coarsest of these Formats."""
-    return SOFTER.get(coarsest(formats), min(SOFTER.values()))
 
 
 def coarsest(formats: Iterable[object]) -> int:

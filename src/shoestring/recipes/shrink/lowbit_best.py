@@ -3,8 +3,7 @@
 BitDistiller trains weights only, at a constant rate, with scales derived from them. Here
   - the full model runs beside the student and is matched over the whole vocabulary by the forward divergence alone
     (gamma=0): a cached top-k lacks words that other texts need;
-  - learning rates are relative to what they move, smaller at more bits, with warm-up and decay; few rows a step, many
-    steps;
+  - learning rates are relative to what they move, with warm-up and decay; few rows a step, many steps;
   - at 2 bits scales and zero points are trained with the weights, first in every block against that block's own
     outputs (the largest gain for the least text). At 3 bits that stage overfits to its text: training starts from
     clipped weights, and scales are derived;
@@ -24,16 +23,16 @@ Needs:   a GPU for anything but tiny models: fp32 masters, gradients and Adam's 
 Time:    stories260K (260k parameters), 81,920 training tokens: 30 s on one CPU core. SmolLM2-135M, 1.05M training
          tokens, on an H200: 35 s for the mix, of which measuring damage takes 17 beside another process
 Expect:  SmolLM2-135M on WikiText-2, 18.5 before, from 1.05M training tokens in rows of 512
-         (experiments/lowbit_quality): 34.8 to 35.5 at int2:g64 (16 rows a step; two seeds), where BitDistiller gets
-         38.1 to 40.8 from as many and AWQ 776. At the same bits 32.0 to 32.5 as a mix (bits_budget=2.376
-         candidates=int2:g64,int2:g192,int3:g192; three seeds), 29.7 with part=0.5 (one seed; on stories260K part=0.5 is
-         4% worse than 1 in one format), where BitDistiller gets 33.5 to 34.1 with that mix. At 3.50 bits 20.4 to 20.6
+         (experiments/lowbit_quality): 30.8 to 32.2 at int2:g64 (16 rows a step; three seeds), where BitDistiller gets
+         38.1 to 40.8 from as many and AWQ 776. At the same bits 28.4 to 28.7 as a mix (bits_budget=2.376
+         candidates=int2:g64,int2:g192,int3:g192; three seeds), where BitDistiller gets 33.5 to 34.1 with that mix (on
+         another text that the model wrote). With part=1 34.5 to 35.6 and 32.0 to 32.5. At 3.50 bits 20.4 to 20.6
          as a mix (16 rows, part=0.3) and 20.9 to 21.2 in nf3:s2:g64 (32 rows, part=0.6 gamma=0.5), where BitDistiller
          gets 20.5 to 20.9 with the same mix and 21.0 to 21.7 without (other batches and parts at 3 bits, the usual ones
          among them, were not measured there); 19.2 at int4:g64 (16 rows; with 32 rows and teacher=cached gamma=none
          19.1), where shrink/bitdistiller gets 19.2. stories260K, 5.0 before (81,920 tokens, 8 rows of 128 a step; three
-         seeds): 9.8 to 10.1 at int2:g64 against 11.7 to 12.2, 5.7 to 5.8 in nf3:s2:g64 against 5.8 to 5.9; as a mix at
-         3.5 bits, at other rates and with the block-wise stage, 5.5 against 5.5 to 5.6.
+         seeds): 10.6 to 10.8 at int2:g64, 9.8 to 10.1 with part=1, against 11.7 to 12.2; 5.7 to 5.8 in nf3:s2:g64
+         against 5.8 to 5.9; as a mix at 3.5 bits, at other rates and with the block-wise stage, 5.5 against 5.5 to 5.6.
          Where little is lost there is little to win: on a model of GPT-2's small shape it is level with GPTQ and
          shrink/bitdistiller at 4 and 3 bits, and the best at 2 (docs/methods/bitdistiller.md)
 Leaves:  a run folder with the packed model/ (or out=), errors by block in model/quantization.json, evals.jsonl,
