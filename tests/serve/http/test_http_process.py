@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -165,6 +165,25 @@ def test_who_asks_an_engine_that_goes_is_told_at_once() -> None:
 
     client = asyncio.run(ask_twice())
     assert not client.alive and client.closed is not None and client.closed.code == "engine_dead"
+
+
+def test_an_engine_that_goes_while_a_question_is_on_its_way_to_the_event_loop() -> None:
+    async def ask() -> list[Any]:
+        engine, connection = socket.socketpair()
+        port, failed = EngineConnection(FrameReader(), []), list[Any]()
+        client = EngineClient(EngineFacts(29, 64, 16, (0,), True, 2, 2), port, chat_tokenizer(), EngineSnapshot())
+        await port.open(connection, client, SimpleNamespace(server=SimpleNamespace(should_exit=True)))  # type: ignore[arg-type]
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: failed.append(context))
+        with ThreadPoolExecutor(1) as thread:
+            asked = thread.submit(port.metrics_text)
+            wait_for(lambda: port._asked)  # the event loop does nothing meanwhile
+            port.connection_lost(None)
+            with pytest.raises(ApiError, match="the engine has stopped"):
+                await asyncio.wrap_future(asked)
+        engine.close()
+        return failed
+
+    assert asyncio.run(ask()) == []
 
 
 def test_what_is_sent_in_one_turn_of_the_event_loop_goes_together_and_in_order() -> None:

@@ -342,7 +342,7 @@ class EngineConnection(asyncio.Protocol):
         def send() -> None:
             if self._gone is None:
                 self._send(frame([kind, ticket, *given]))
-            else:
+            elif not answer.done():  # `connection_lost` may have found it
                 answer.set_exception(self._gone)
 
         try:
