@@ -207,20 +207,30 @@ def test_what_is_sent_in_one_turn_of_the_event_loop_goes_together_and_in_order()
     asyncio.run(send())
 
 
-def test_a_request_that_cannot_be_read_fails_alone() -> None:
+class Panic(BaseException):
+    """As of a library that is written in Rust."""
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, Panic])
+def test_a_request_that_cannot_be_read_fails_alone(kind: type[BaseException]) -> None:
     engine, http = socket.socketpair()
     sampling = SamplingWithRules(grammar=GrammarSource("{}"))  # type: ignore[arg-type]
     given, binary = sent(add_frame([PendingChoice([1], sampling, id=7)]))
 
     def broken(source: GrammarSource) -> Any:
-        raise RuntimeError("a defect of a library")
+        raise kind("a defect of a library")
 
-    thread = SimpleNamespace(latest=EngineSnapshot())
+    thread = SimpleNamespace(latest=EngineSnapshot(), post=pytest.fail)
     grammars = SimpleNamespace(of=broken, must_compile=lambda source: False)
-    HttpProcess(0, engine)._pass_on("add", given, binary, thread, grammars)  # type: ignore[arg-type]
+    process = HttpProcess(0, engine)
+    process._pass_on("add", given, binary, thread, grammars)  # type: ignore[arg-type]
     (((_, *told), rest),) = FrameReader().feed(http.recv(65536))
     report = report_from(told, rest)
     assert report.ended == [7] and report.parts[0][1].error is not None and report.parts[0][1].error.status == 500
+    http.settimeout(20)
+    process._pass_on("compile", [3, {"text": "{}"}], b"", thread, grammars)  # type: ignore[arg-type]
+    (((answer, ticket, error), _),) = FrameReader().feed(http.recv(65536))
+    assert (answer, ticket, error[0]) == ("answer", 3, 500)
 
 
 def test_a_forgotten_grammar_holds_up_no_other_message() -> None:

@@ -50,6 +50,25 @@ def test_errors_reach_the_one_who_asked() -> None:
     asyncio.run(ask())
 
 
+def test_a_panic_of_a_library_does_not_end_the_lane() -> None:
+    """The tokenizers library is written in Rust: its panics are no `Exception`."""
+
+    class Panic(BaseException):
+        pass
+
+    def panic() -> None:
+        raise Panic("index out of bounds")
+
+    async def ask() -> None:
+        workers = RequestWorkers(max_wait_s=20)
+        with pytest.raises(RuntimeError, match="Panic: index out of bounds"):
+            await workers.run("light", "a", 1, panic)
+        assert await workers.run("light", "a", 1, lambda: 7) == 7
+        workers.stop()
+
+    asyncio.run(ask())
+
+
 def test_a_full_queue_is_a_429_and_another_client_still_gets_in(held: threading.Event) -> None:
     async def ask() -> None:
         workers = RequestWorkers(max_jobs=8)

@@ -61,6 +61,7 @@ from shoestring.serve.http.engine_thread import EngineThread
 from shoestring.serve.http.grammar import GrammarCache, GrammarSource, MakeGrammar
 from shoestring.serve.http.http_server import HttpServer, log_to_stderr, objects_frozen
 from shoestring.serve.http.request_schema import ApiError
+from shoestring.serve.http.request_workers import as_exception
 from shoestring.serve.http.serve_options import ServeOptions
 
 SIGNALS = signal.SIGTERM, signal.SIGINT
@@ -220,7 +221,7 @@ class HttpProcess:
     def _add(self, given: list[Any], binary: bytes, engine_thread: EngineThread, grammars: GrammarCache) -> None:
         try:
             engine_thread.post(("add", add_from(given, binary, grammars.of)))
-        except Exception as error:  # e.g. a grammar that was compiled, forgotten, and now takes too long
+        except BaseException as error:  # e.g. a grammar that was compiled, forgotten, and now takes too long
             ids = [fields["id"] for fields, _ in given[0]]
             parts = [(number, ChoiceDelta(error=_for_client(error))) for number in ids]
             self._send(report_frame(Report(parts=parts, ended=ids, snapshot=engine_thread.latest)))
@@ -241,13 +242,14 @@ class HttpProcess:
         error, found = None, None
         try:
             found = work()
-        except Exception as raised:
+        except BaseException as raised:
             error = error_json(_for_client(raised))
         self._send(frame(["answer", ticket, error], found if isinstance(found, bytes) else b""))
 
 
-def _for_client(error: Exception) -> ApiError:
+def _for_client(raised: BaseException) -> ApiError:
     """What a client is told; a defect of the server is logged."""
+    error = as_exception(raised)
     if isinstance(error, ApiError):
         return error
     log.error("a message of the HTTP process could not be answered", exc_info=error)

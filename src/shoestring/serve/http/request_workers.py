@@ -56,6 +56,17 @@ class _Job:
             self.future.set_exception(error)
 
 
+def as_exception(raised: BaseException) -> Exception:
+    """A panic of a library that is written in Rust is no Exception: it would end the thread, and nobody would be told."""
+    if isinstance(raised, Exception):
+        return raised
+    if isinstance(raised, KeyboardInterrupt | SystemExit):
+        raise raised
+    error = RuntimeError(f"{type(raised).__name__}: {raised}")
+    error.__cause__ = raised
+    return error
+
+
 class RequestWorkers:
     def __init__(self, max_wait_s: float = 30.0, max_jobs: int = MAX_JOBS, max_bytes: int = MAX_BYTES) -> None:
         self.max_wait_s = max_wait_s
@@ -139,8 +150,8 @@ class _LaneThread:
             result, error, began = None, None, time.monotonic()
             try:
                 result = job.work()
-            except Exception as raised:  # of the request, whose handler gets it
-                error = raised
+            except BaseException as raised:  # of the request, whose handler gets it
+                error = as_exception(raised)
             with suppress(RuntimeError):  # the event loop has ended
                 job.loop.call_soon_threadsafe(job.finish, result, error)
             del job, result, error  # a large request is not kept until the next one
