@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import socket
 import time
 from collections.abc import Iterator
@@ -376,6 +377,13 @@ def test_bad_limits_are_said_at_once() -> None:
         ({"max_connections": 0}, "max_connections=0 is not allowed; give 1 or more"),
         ({"header_timeout_s": 0}, "header_timeout_s=0"),
         ({"allow_hosts": ("https://x.example/",)}, "without http://"),
+        ({"allow_origins": ("",)}, r"allow_origins=\('',\) is not allowed; give sites such as https://app"),
+        ({"allow_origins": ("https://x.example", "https://x.example/")}, "without a path or / at the end"),
+        ({"drain_s": math.inf}, r"drain_s=inf is not allowed; give 0 or more and at most 31536000 \(a year\)"),
+        ({"drain_s": 1e30}, "drain_s=1e"),
+        ({"max_body_mb": math.inf}, "max_body_mb=inf is not allowed; give more than 0, at most 1e"),
+        ({"follow": "localhost:0"}, "nobody publishes at port 0"),
     ):
         with pytest.raises(UserError, match=words):
             ServeOptions(**options)  # type: ignore[arg-type]
+    ServeOptions(allow_origins=("*", "null", "http://localhost:3000", "https://x.example", "chrome-extension://abc"))

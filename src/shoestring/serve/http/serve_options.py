@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,10 @@ from shoestring.serve.engine.rank_failure import LOST_AFTER_S
 from shoestring.serve.http.engine_thread import OnUpdate
 from shoestring.serve.http.tool_calls import FORMAT_NAMES
 from shoestring.state.reshard.exchange import parse_address
+
+MOST_S = 365 * 86400.0  # timers take no infinite time
+MOST_MB = 1e6  # of a body: more than any memory
+ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+")
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,7 @@ class ServeOptions:
     follow_older: bool = False  # also take a step before the one that is served
 
     def __post_init__(self) -> None:
+        at_most = f"and at most {MOST_S:.0f} (a year)"
         for name, good, allowed in (
             (
                 "host",
@@ -56,30 +62,35 @@ class ServeOptions:
             ("port", 0 <= self.port < 65536, "0 to 65535"),
             ("max_requests", self.max_requests is None or self.max_requests >= 1, "1 or more"),
             ("max_queue", self.max_queue is None or self.max_queue >= 0, "0 or more"),
-            ("deadline_s", self.deadline_s > 0, "more than 0"),
-            ("drain_s", self.drain_s >= 0, "0 or more"),
-            ("rank_timeout_s", self.rank_timeout_s >= 1, "1 or more"),
-            ("max_body_mb", self.max_body_mb > 0, "more than 0"),
+            ("deadline_s", 0 < self.deadline_s <= MOST_S, f"more than 0 {at_most}"),
+            ("drain_s", 0 <= self.drain_s <= MOST_S, f"0 or more {at_most}"),
+            ("rank_timeout_s", 1 <= self.rank_timeout_s <= MOST_S, f"1 or more {at_most}"),
+            ("max_body_mb", 0 < self.max_body_mb <= MOST_MB, f"more than 0, at most {MOST_MB:g}"),
             ("max_connections", self.max_connections >= 1, "1 or more"),
-            ("header_timeout_s", self.header_timeout_s > 0, "more than 0"),
-            ("body_timeout_s", self.body_timeout_s > 0, "more than 0"),
-            ("read_timeout_s", self.read_timeout_s > 0, "more than 0"),
+            ("header_timeout_s", 0 < self.header_timeout_s <= MOST_S, f"more than 0 {at_most}"),
+            ("body_timeout_s", 0 < self.body_timeout_s <= MOST_S, f"more than 0 {at_most}"),
+            ("read_timeout_s", 0 < self.read_timeout_s <= MOST_S, f"more than 0 {at_most}"),
             (
                 "allow_hosts",
                 not any("/" in name or not name.strip() for name in self.allow_hosts),
                 "names such as llm.example.org, without http:// and path, or '*' for any",
             ),
+            (
+                "allow_origins",
+                all(ORIGIN.fullmatch(site) for site in self.allow_origins),  # as browsers send it, or it never matches
+                "sites such as https://app.example.org, without a path or / at the end, or '*' for any",
+            ),
             ("tool_format", self.tool_format in ("auto", *FORMAT_NAMES), "auto, " + ", ".join(FORMAT_NAMES)),
             ("pooling", self.pooling in ("auto", *POOLINGS), "auto, " + ", ".join(POOLINGS)),
             ("on_update", self.on_update in ("drain", "recompute"), "drain or recompute"),
-            ("update_wait_s", self.update_wait_s >= 0, "0 or more"),
+            ("update_wait_s", 0 <= self.update_wait_s <= MOST_S, f"0 or more {at_most}"),
             ("metrics_prefix", self.metrics_prefix.isidentifier(), "a name of letters, digits and _"),
         ):
             if not good:
                 raise UserError(f"{name}={getattr(self, name)!r} is not allowed; give {allowed}")
         for address in (self.follow, self.follow_drafter):
-            if address is not None:
-                parse_address(address)
+            if address is not None and parse_address(address)[1] == 0:
+                raise UserError(f"nobody publishes at port 0 ({address}); give the HOST:PORT of a training run")
         if self.follow_drafter is not None and self.drafter is None:
             raise UserError("--follow-drafter needs a draft model to update; give --drafter its folder")
         if any(not key.isascii() or not key.strip() for key in self.api_keys):
