@@ -200,6 +200,8 @@ def test_ctrl_c_saves_and_resuming_gives_the_same_weights(
         patch.setattr(shutil, "copyfile", unreadable)
         assert f"cannot read {cut / 'checkpoints'}" in cli("ckpt", "export", cut, tmp_path / "copy", fails=True)
     assert not [path for path in tmp_path.iterdir() if "copy" in path.name]
+    absent = cli("ckpt", "export", cut, tmp_path / "copy", "--step", 77, fails=True)
+    assert f"no complete version of step 77 is on this host; `shoestring ckpt ls {cut}` lists what is" in absent
     cli("ckpt", "export", cut, tmp_path / "copy")
     SafeReader(tmp_path / "copy").verify()
 

@@ -10,6 +10,7 @@ Checkpoint manifests have their own parser (state/manifest.py), because they car
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -32,6 +33,7 @@ POSITIVE, LARGE = 5e-324, 3e38  # the smallest number above 0; about the largest
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 REQUIRED: Any = object()
+_REMEDIES = {errno.ENOENT: "; check the path", errno.EISDIR: "; give a file", errno.EACCES: "; make it readable to you"}
 _NAMES = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
 
 # -- files -----------------------------------------------------------------------------------------
@@ -51,7 +53,8 @@ def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
                 raise UserError(f"{path} has more than {most:,} bytes, which no file of its kind needs; it is damaged")
             return data
     except OSError as error:
-        raise UserError(f"cannot read {shortened(str(path), 300)}: {error.strerror or error}") from None
+        remedy = _REMEDIES.get(error.errno or 0, "")
+        raise UserError(f"cannot read {shortened(str(path), 300)}: {error.strerror or error}{remedy}") from None
     except ValueError as error:
         if isinstance(error, UserError):
             raise

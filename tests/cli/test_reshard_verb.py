@@ -54,6 +54,7 @@ def test_a_checkpoint_and_a_mesh(tmp_path: Path) -> None:
         (("2:S(3)", "2:R", "--tensor", "8"), "cuts dim 3"),
         (("2:Q", "2:R", "--tensor", "8"), "not a placement"),
         (("dp=2", "tp=2"), "give the tensors to move"),
+        (("dp=2", "tp=2", "--tensor", "8", "--model", "m"), "both --model m and --tensor 8 are given; give one"),
         (("dp=2", "tp=2", "--tensor", "0x4"), "is not a shape"),
         (("dp=2", "tp=2", "--model", "/nowhere"), "does not exist"),
         (("dp=2", "tp=2", "--tensor", "8", "--topology", "/nowhere"), "cannot read"),

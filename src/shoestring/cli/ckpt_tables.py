@@ -134,7 +134,10 @@ def export_version(checkpoints: Path, out: Path, step: int | None) -> tuple[str,
     offers = [o for o in _offers(checkpoints)[0] if step is None or o.copy.step == step]
     choice = choose(offers)
     if choice is None:
-        raise UserError(f"no complete version{f' of step {step}' if step is not None else ''} is on this host")
+        which = "" if step is None else f" of step {step}"
+        raise UserError(
+            f"no complete version{which} is on this host; `shoestring ckpt ls {checkpoints.parent}` lists what is"
+        )
     memory = [o for o in choice.offers if o.source == "memory"]
     if missing_of(o.copy for o in memory) is None:
         entries = [ArenaCopy(Path(o.path), o.slot, o.sequence, o.copy) for o in memory]

@@ -100,7 +100,9 @@ def _layouts(text: str, first_rank: int) -> tuple[LayoutOf, int]:
 
 
 def _shapes(model: str | None, tensors: list[str], itemsize: int) -> Shapes:
-    if (model is None) == (not tensors):
+    if model is not None and tensors:
+        raise UserError(f"both --model {model} and --tensor {tensors[0]} are given; give one of them")
+    if model is None and not tensors:
         raise UserError(
             "give the tensors to move: --model FOLDER, or --tensor SHAPE (such as 1024x4096) one or more times"
         )
