@@ -57,7 +57,7 @@ class _Job:
 
 
 def as_exception(raised: BaseException) -> Exception:
-    """A panic of a library that is written in Rust is no Exception: it would end the thread, and nobody would be told."""
+    """A panic of a library in Rust is no Exception: it would end the thread, and nobody would be told."""
     if isinstance(raised, Exception):
         return raised
     if isinstance(raised, KeyboardInterrupt | SystemExit):
