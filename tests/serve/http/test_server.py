@@ -27,7 +27,14 @@ from shoestring.model import save_model  # noqa: E402
 from shoestring.serve import Engine, Sampling  # noqa: E402
 from shoestring.serve.engine.logit_rules import SamplingWithRules  # noqa: E402
 from shoestring.serve.http.engine_client import WAKE, EngineClient, OutputCollector  # noqa: E402
-from shoestring.serve.http.engine_messages import ChoiceDelta, EngineFacts, EngineSnapshot, PendingChoice, Report  # noqa: E402
+from shoestring.serve.http.engine_messages import (  # noqa: E402
+    ChoiceDelta,
+    EngineFacts,
+    EngineSnapshot,
+    PendingChoice,
+    Report,
+    deadline_error,
+)
 from shoestring.serve.http.engine_thread import kv_usage  # noqa: E402
 from shoestring.serve.http.http_server import _LineFormatter  # noqa: E402
 from shoestring.serve.http.responses import ENCODE, CompletionResponse  # noqa: E402
@@ -177,6 +184,23 @@ def test_deadlines_end_requests_with_an_error() -> None:
         assert json.loads(lines[-3][6:])["error"]["code"] == "deadline_exceeded"
         assert lines[-2:] == ["data: [DONE]", ""]
         wait_for(lambda: memory_is_free(service))
+
+
+@pytest.mark.parametrize("path", [TEXT, "/v1/responses"])
+def test_what_was_written_before_an_error_is_streamed(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the event loop is slow, the last tokens and the error are read together."""
+
+    def submit(choices: Any, collector: OutputCollector) -> None:
+        collector.put(0, ("one ", (1,)))
+        collector.put(0, ("two", (2,)))
+        collector.put(0, ChoiceDelta(error=deadline_error(choices[0])))
+
+    with running(max_requests=1) as service:
+        monkeypatch.setattr(service.client, "submit", submit)
+        body = {"input" if path == "/v1/responses" else "prompt": "a", "stream": True}
+        events = httpx.post(service.url + path, json=body, timeout=120).text.split("\n\n")
+    told = [i for i, event in enumerate(events) if "one two" in event]
+    assert told and told[0] < next(i for i, event in enumerate(events) if "deadline_exceeded" in event)
 
 
 def test_a_dead_engine_is_told_and_never_shown() -> None:

@@ -346,15 +346,15 @@ class Api:
                         return
                     chunks: list[str] = []
                     for index, delta in sorted(unread.items()):
+                        response.add(index, delta)
+                        if delta.size > RENDERED_INLINE:
+                            write_chunks = partial(response.chunks, index, delta)
+                            chunks += await self._work(request, delta.size, write_chunks, "render")
+                        elif delta.error is None or delta.token_ids:  # an error may come with the last tokens
+                            chunks += response.chunks(index, delta)
                         if delta.error is not None:
                             await write(part([*chunks, *response.error_chunks(delta.error)], more=False))
                             return
-                        response.add(index, delta)
-                        if delta.size <= RENDERED_INLINE:
-                            chunks += response.chunks(index, delta)
-                        else:
-                            write_chunks = partial(response.chunks, index, delta)
-                            chunks += await self._work(request, delta.size, write_chunks, "render")
                     watch.silent = False
                     if response.done:  # with the last text: one write less
                         await write(part([*chunks, *response.last_chunks()], more=False))
