@@ -281,7 +281,6 @@ def main() -> None:
     args = arguments()
     began = time.perf_counter()
     taken = dict(GUESS)
-    cells = [c for c in args.cells if c not in known_cells(args)] if args.missing else args.cells
     subjects: dict[str, Subject] = {}
     dense: dict[str, float] = {}
     # SIGTERM acts as Ctrl-C wherever it arrives: what was measured is recorded, and the temporary folder is removed.
@@ -293,7 +292,7 @@ def main() -> None:
             KEPT: lambda: kept(args, folder),
             LLAMA: lambda: llama256(args, folder),
         }
-        for name, method, label, seed in cells:
+        for name, method, label, seed in args.cells:
             kind = method.partition("@")[0]
             if name in subjects and any(b[:2] == (label, seed) for b in subjects[name].blocks):
                 kind = AGAIN.get(kind, kind)
@@ -306,6 +305,8 @@ def main() -> None:
                     subjects[name] = subject = makers[name]()
                     dense[name] = known_dense(subject) or measure_dense(subject)
                     started = time.perf_counter()
+                if args.missing and (name, method, label, seed) in known_cells(args, subjects[name]):
+                    continue
                 if args.train_until:
                     subjects[name].ends = began + args.train_until
                 try:
@@ -359,19 +360,25 @@ def known_dense(subject: Subject) -> float | None:
     return found[-1] if found and subject.name not in TRAINED_HERE else None
 
 
-def known_cells(args: argparse.Namespace) -> set[Cell]:
-    """Cells that results/ has from this kind of machine with these settings and, where they train, as many training
-    tokens; none of models trained here, which may differ."""
-    settings = {"context": args.context, "items": args.items}
-    trained = {SMOLLM2: args.steps * args.batch * 512, STORIES: args.small_steps * 16 * 128}
+def known_cells(args: argparse.Namespace, subject: Subject) -> set[Cell]:
+    """Cells that results/ has of this model, from this kind of machine with these settings and, where they train, with
+    this text and as many training tokens; none of models trained here, which may differ."""
+    settings = {"context": args.context, "items": args.items} if subject.name == SMOLLM2 else {}
+    trained = args.steps * args.batch * 512 if subject.name == SMOLLM2 else args.small_steps * 16 * 128
+    text = (trained, subject.text.fingerprint[:8], subject.told.get("text"))
+
+    def counts(config: dict[str, Any]) -> bool:
+        used = config.get("training_tokens", 0), config.get("text_id"), config.get("text")
+        tokens = config["tokens"] if args.tokens else 0
+        return settings.items() <= config.items() and tokens == args.tokens and (used[0] == 0 or used == text)
+
     return {
-        (n["config"]["model"], n["config"]["method"], n["config"]["format"], n["config"]["seed"])
+        (subject.name, n["config"]["method"], n["config"]["format"], n["config"]["seed"])
         for n in newest(BENCH)
         if n["device"] == device_name()
-        and n["config"]["model"] not in TRAINED_HERE
-        and (n["config"]["model"] != SMOLLM2 or settings.items() <= n["config"].items())
-        and n["config"].get("training_tokens", 0) in (0, trained[n["config"]["model"]])
-        and (not args.tokens or n["config"]["tokens"] == args.tokens)
+        and n["config"]["model"] == subject.name
+        and subject.name not in TRAINED_HERE
+        and counts(n["config"])
     }
 
 
