@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import urllib.request
 from collections.abc import Iterator
@@ -18,7 +19,10 @@ from shoestring.mesh import open_mesh
 from shoestring.model import Decoder
 from shoestring.runlog import RunLog
 from shoestring.serve import Engine, Sampling
+from shoestring.serve.engine.embedding import embedding_parts
+from shoestring.serve.engine.logit_rules import SamplingWithRules
 from shoestring.serve.engine.weight_update import WeightTarget
+from shoestring.serve.http.engine_messages import EmbeddingJob, PendingChoice
 from shoestring.serve.http.engine_thread import EngineThread, WeightUpdate
 from shoestring.serve.http.metrics import Metrics
 from shoestring.serve.http.server import ServeOptions, _draft_target
@@ -178,6 +182,27 @@ def test_weights_that_come_together_are_all_taken_by_an_idle_engine() -> None:
     finally:
         thread.stop()
     assert all(torch.equal(t, new.state_dict()[n]) for n, t in engine.model.state_dict().items())
+
+
+def test_embeddings_of_one_request_are_of_the_same_weights() -> None:
+    old, new, texts = served_model(VOCAB), weights_of(1), [[5] * 9, [6] * 9]
+    thread = EngineThread(Engine(served_model(VOCAB), chat_tokenizer(), chunk=9), Metrics("tiny"), max_running=2)
+    found: dict[int, torch.Tensor | None] = {}
+    thread.on_report = lambda report: found.update((number, part.vectors_ND) for number, part in report.parts)
+    target = WeightTarget(thread.engine.model)  # type: ignore[union-attr]
+    values = target.prepare({name: {"": p.detach().clone()} for name, p in new.named_parameters()})
+    thread._updates.put(WeightUpdate(target, values, WeightsVersion("run", 1, "aa"), not_after=math.inf))
+    for number in (1, 2):  # one text of the first client is computed when the weights come
+        job = EmbeddingJob(texts, "mean")
+        thread.post(("add", [PendingChoice([], SamplingWithRules(), embedding=job, client=f"{number}", id=number)]))
+    thread.start()
+    try:
+        wait_for(lambda: len(found) == 2)
+    finally:
+        thread.stop()
+    for number, model in ((1, old), (2, new)):
+        want = [vectors for text in texts for vectors in embedding_parts(model, [text], "mean", 9)]
+        torch.testing.assert_close(found[number], torch.cat(want))
 
 
 def test_options() -> None:

@@ -171,8 +171,8 @@ class EngineThread:
             while not self._stopping and self._read_inbox():
                 self._step_began = time.monotonic()
                 self._expire_waiting()
-                if self._to_score and (time.monotonic() >= self._score_from or not self.engine.busy):
-                    self._scored = self._to_score.pop(self._to_score.next_client(Counter()))
+                self._scored = self._next_to_score()
+                if self._scored is not None:
                     if self._scored.embedding is None:
                         self._score(self._scored)
                     else:
@@ -210,7 +210,7 @@ class EngineThread:
             except queue.Empty:
                 return
         update, began = self._update, engine.clock()
-        if engine.busy and began < update.not_after:
+        if (engine.busy or self._begun) and began < update.not_after:
             return
         self._update = None
         try:
@@ -296,6 +296,22 @@ class EngineThread:
         self.engine.pause(choice.request)
         del self._choices[choice.request.id]
         self._line.push(choice, first=True)
+
+    def _next_to_score(self) -> PendingChoice | None:
+        """Whose prompt or texts are next, if there is time now. Before new weights only what the old ones began."""
+        if not self._to_score or (self.engine.busy and time.monotonic() < self._score_from):
+            return None
+        if self._update is None:
+            return self._to_score.pop(self._to_score.next_client(Counter()))
+        choice = next(iter(self._begun), None)
+        if choice is not None:
+            self._to_score.remove(choice)
+        return choice
+
+    @property
+    def _begun(self) -> list[PendingChoice]:
+        """Requests for embeddings of which some are computed."""
+        return [choice for choice in self._to_score if choice.embedding is not None and choice.embedding.vectors]
 
     def _score(self, choice: PendingChoice) -> None:
         """Compute the log-probabilities of a prompt, then continue as for any other choice. Texts in the engine get a
