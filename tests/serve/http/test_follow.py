@@ -22,7 +22,7 @@ from shoestring.serve import Engine, Sampling
 from shoestring.serve.engine.embedding import embedding_parts
 from shoestring.serve.engine.logit_rules import SamplingWithRules
 from shoestring.serve.engine.weight_update import WeightTarget
-from shoestring.serve.http.engine_messages import EmbeddingJob, PendingChoice
+from shoestring.serve.http.engine_messages import EmbeddingJob, PendingChoice, Report
 from shoestring.serve.http.engine_thread import EngineThread, WeightUpdate
 from shoestring.serve.http.metrics import Metrics
 from shoestring.serve.http.server import ServeOptions, _draft_target
@@ -203,6 +203,37 @@ def test_embeddings_of_one_request_are_of_the_same_weights() -> None:
     for number, model in ((1, old), (2, new)):
         want = [vectors for text in texts for vectors in embedding_parts(model, [text], "mean", 9)]
         torch.testing.assert_close(found[number], torch.cat(want))
+
+
+def test_a_text_that_has_given_way_ends_with_the_weights_it_began_with() -> None:
+    engine, new = Engine(served_model(VOCAB), chat_tokenizer(), max_requests=2, eos_ids=()), weights_of(1)
+    thread = EngineThread(engine, Metrics("tiny"), max_running=2)
+    target, long = WeightTarget(engine.model), SamplingWithRules(max_tokens=40)
+    values = target.prepare({name: {"": p.detach().clone()} for name, p in new.named_parameters()})
+    greedy = [PendingChoice([5], long, client="greedy", id=i) for i in range(2)]
+    other, late = (PendingChoice([5], long, client="other", id=i) for i in (2, 3))
+    ended, paused = set[int](), list[int]()
+
+    def follow(report: Report) -> None:  # on the engine's thread, between two turns
+        ended.update(report.ended)
+        lengths = [0 if c.request is None else len(c.request.new_tokens) for c in (greedy[0], other)]
+        if lengths == [5, 0]:
+            thread.post(("add", [other]))
+        elif lengths[1] == 5:
+            paused.extend(choice.id for choice in thread._line)
+            thread._updates.put(WeightUpdate(target, values, WeightsVersion("run", 1, "aa"), not_after=math.inf))
+            thread.post(("add", [late]))
+
+    thread.on_report = follow
+    thread.post(("add", greedy))
+    thread.start()
+    try:
+        wait_for(lambda: len(ended) == 4)
+    finally:
+        thread.stop()
+    assert paused == [1]
+    versions = [[v for v, _ in choice.request.versions] for choice in (*greedy, other, late) if choice.request]
+    assert versions == [[None], [None], [None], [WeightsVersion("run", 1, "aa")]]
 
 
 def test_options() -> None:

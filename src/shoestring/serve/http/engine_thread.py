@@ -267,7 +267,12 @@ class EngineThread:
 
     def _let_in(self) -> None:
         """Fill the engine from the line; where it is full, texts of clients with many give way to those with few."""
-        while self._line and self._update is None:  # new texts wait for new weights
+        if self._update is not None:  # new texts wait for new weights; those that have given way end with the old ones
+            for choice in [c for c in self._begun if c.embedding is None][: self.max_running - len(self._choices)]:
+                self._line.remove(choice)
+                self._enter(choice)
+            return
+        while self._line:
             num_running = Counter(choice.client for choice in self._choices.values())
             client = self._line.next_client(num_running)
             if len(self._choices) >= self.max_running:
@@ -303,15 +308,16 @@ class EngineThread:
             return None
         if self._update is None:
             return self._to_score.pop(self._to_score.next_client(Counter()))
-        choice = next(iter(self._begun), None)
+        choice = next((c for c in self._begun if c.embedding is not None), None)
         if choice is not None:
             self._to_score.remove(choice)
         return choice
 
     @property
     def _begun(self) -> list[PendingChoice]:
-        """Requests for embeddings of which some are computed."""
-        return [choice for choice in self._to_score if choice.embedding is not None and choice.embedding.vectors]
+        """Texts that have given way, and requests for embeddings of which some are computed."""
+        embeds = [choice for choice in self._to_score if choice.embedding is not None and choice.embedding.vectors]
+        return [choice for choice in self._line if choice.request is not None] + embeds
 
     def _score(self, choice: PendingChoice) -> None:
         """Compute the log-probabilities of a prompt, then continue as for any other choice. Texts in the engine get a
