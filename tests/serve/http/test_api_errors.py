@@ -100,6 +100,21 @@ def test_a_defect_is_logged_and_not_shown(
     assert caplog.text.count("Traceback") == 1 and f"{response.headers['x-request-id']} failed" in caplog.text
 
 
+def test_a_panic_of_a_library_while_a_small_request_is_read_is_a_defect_too(
+    http: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Panic(BaseException):  # of a library in Rust
+        pass
+
+    def panic(*_given: object) -> None:
+        raise Panic("a secret")
+
+    monkeypatch.setattr("shoestring.serve.http.app.parse_completion", panic)
+    response = http.post(TEXT, json={"prompt": "a"})
+    refused(response, 500, "internal error", response.headers.get("x-request-id", ""))
+    wait_for(lambda: "Panic: a secret" in caplog.text)
+
+
 def test_a_stream_ends_with_the_error_of_the_thread_that_writes_it(
     http: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

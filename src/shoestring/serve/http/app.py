@@ -66,7 +66,7 @@ from shoestring.serve.http.request_schema import (
     read_json,
     validated,
 )
-from shoestring.serve.http.request_workers import LIGHT_BYTES, MAX_JOBS, RETRY_S, Lane, RequestWorkers
+from shoestring.serve.http.request_workers import LIGHT_BYTES, MAX_JOBS, RETRY_S, Lane, RequestWorkers, as_exception
 from shoestring.serve.http.responses import CompletionResponse, embedding_response, written
 from shoestring.serve.http.responses_api import ResponseObject, ResponsesBody
 from shoestring.serve.http.tool_calls import detect_format, format_named
@@ -481,7 +481,14 @@ class Api:
     # -- reading --------------------------------------------------------------------------------------------
     async def _read(self, request: Request, size: int, work: Callable[[], T]) -> T:
         """`work()` on a worker thread, or here where it is so small that a thread costs more."""
-        return work() if size <= READ_INLINE else await self._work(request, size, work)
+        if size > READ_INLINE:
+            return await self._work(request, size, work)
+        try:
+            return work()
+        except Exception:
+            raise
+        except BaseException as raised:
+            raise as_exception(raised) from raised
 
     async def _work(self, request: Request, size: int, work: Callable[[], T], lane: Lane | None = None) -> T:
         """`work()` on a worker thread; `size` is what it is about, in bytes. Not begun if the client leaves."""
