@@ -15,12 +15,13 @@ import pytest
 
 httpx = pytest.importorskip("httpx")
 uvicorn = pytest.importorskip("uvicorn")
+import h11  # noqa: E402
 from serving import running, wait_for  # noqa: E402
 from uvicorn.server import ServerState  # noqa: E402
 
 from shoestring.errors import UserError  # noqa: E402
 from shoestring.serve.http.app import is_known_host, network_of  # noqa: E402
-from shoestring.serve.http.connection import ConnectionLimits, LimitedConnection  # noqa: E402
+from shoestring.serve.http.connection import ConnectionLimits, LimitedConnection, _Http  # noqa: E402
 from shoestring.serve.http.server import ServeOptions  # noqa: E402
 
 TEXT = "/v1/completions"
@@ -113,15 +114,20 @@ def test_a_client_that_does_not_read_is_disconnected(service: Any) -> None:
         wait_for(lambda: not service.server.server_state.connections, 60)
 
 
-def test_newcomers_push_out_those_that_wait_the_longest(service: Any) -> None:
-    idle = [connect(service) for _ in range(6)]
-    slow = connect(service)
-    slow.sendall(HEAD + b"Content-Length: 100\r\n\r\n{")
-    for _ in range(3):
-        assert httpx.get(f"{service.url}/health").json() == {"status": "ok"}
-    assert all(read_all(client) == b"" for client in idle[:4])  # long before their time-outs are over
-    for client in (*idle, slow):
-        client.close()
+def test_newcomers_push_out_those_that_wait_the_longest() -> None:
+    with running(max_connections=6, max_requests=6, header_timeout_s=300.0, body_timeout_s=300.0) as service:
+        idle = [connect(service) for _ in range(6)]
+        slow = connect(service)
+        slow.sendall(HEAD + b"Content-Length: 100\r\n\r\n{")
+        for _ in range(3):
+            assert httpx.get(f"{service.url}/health").json() == {"status": "ok"}
+        assert all(read_all(client) == b"" for client in idle[:2])  # long before their time-outs are over
+        for client in (idle[-1], slow):
+            client.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                client.recv(1)
+        for client in (*idle, slow):
+            client.close()
 
 
 def test_where_all_connections_are_at_work_a_newcomer_gets_a_503(service: Any) -> None:
@@ -322,6 +328,19 @@ def test_a_body_in_tiny_chunks_is_refused(service: Any) -> None:
         client.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n")
         client.sendall(b"1\r\n \r\n" * 200 + b"%x\r\n%s\r\n0\r\n\r\n" % (len(ASKED), ASKED))
         assert status(client) == 200
+
+
+@pytest.mark.parametrize("form", [b"Content-Length: 1000\r\n\r\n", b"Transfer-Encoding: chunked\r\n\r\n3e8\r\n"])
+def test_a_body_may_come_in_tiny_parts_of_the_network(form: bytes) -> None:
+    """They are the network's, not the client's doing."""
+    http = _Http(h11.SERVER)
+    http.receive_data(HEAD + form)
+    assert isinstance(http.next_event(), h11.Request)
+    for _ in range(1000):
+        http.receive_data(b" ")
+        assert http.next_event().data == b" "
+    http.receive_data(b"\r\n0\r\n\r\n" if b"chunked" in form else b"")
+    assert isinstance(http.next_event(), h11.EndOfMessage)
 
 
 def test_garbage_behind_a_request_ends_only_its_connection(service: Any, caplog: pytest.LogCaptureFixture) -> None:

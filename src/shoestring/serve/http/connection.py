@@ -200,7 +200,7 @@ class _Http(h11.Connection):
         event = super().next_event()
         if isinstance(event, h11.Request):
             self._num_small = 0
-        elif isinstance(event, h11.Data) and len(event.data) < SMALL_CHUNK:
+        elif isinstance(event, h11.Data) and event.chunk_end and len(event.data) < SMALL_CHUNK:
             self._num_small += 1
             if self._num_small > MAX_SMALL_CHUNKS:
                 raise h11.RemoteProtocolError("a body in too many small chunks")
