@@ -89,6 +89,9 @@ def quality(bits: int) -> list[str]:
             return f"{said} seeds"
         return "one seed each" if counts[0] == 1 else f"{said} seeds each"
 
+    def texts(lines: list[dict[str, Any]]) -> set[str | None]:
+        return {n["config"].get("text_id") for n in lines}
+
     def shown(method: str, label: str = grid) -> str:
         return spread(best[tables.SMOLLM2, method, label].lines)
 
@@ -97,12 +100,15 @@ def quality(bits: int) -> list[str]:
     stored = ours[0]["config"]["bits"]
     theirs = best[tables.SMOLLM2, "bitdistiller", grid].lines
     theirs_mixed = ours_mixed = mixed = ""
+    alike = texts(ours) == texts(theirs)
     if {(tables.SMOLLM2, m, grid) for m in (tables.MIXED, tables.THEIRS_MIXED)} <= best.keys():
         others = best[tables.SMOLLM2, tables.THEIRS_MIXED, grid].lines
         shipped = [n for n in lines if n["config"]["method"].startswith(f"{SHIPPED},mix=")]
         theirs_mixed, ours_mixed = (f", with mixed formats {spread(n)}" for n in (others, shipped))
-        mixed = f"; mixed: {seeds(shipped, others)}"
-    count = seeds(ours, theirs) + mixed
+        if seeds(shipped, others) != seeds(ours, theirs):
+            mixed = f"; mixed: {seeds(shipped, others)}"
+        alike = alike and texts(shipped) == texts(others)
+    count = seeds(ours, theirs) + mixed + ("" if alike else "; the training texts of the two methods differ")
     return [
         f"{bits}-bit weights ({stored:.2f} bits stored), perplexity",
         f"{tables.SMOLLM2}, WikiText-2",

@@ -349,6 +349,8 @@ def off_text() -> str:
         if c["method"] == "dense":
             continue
         name = names.get(_kind(c["method"]), c["method"])
+        if _kind(c["method"]) in ("ours", MIXED):  # the recipe's default has changed since these lines
+            name += f", `part={c['rates']:g}`"
         trained = f"{c['training_tokens'] / 1e6:.0f}M" if c["training_tokens"] else "none"
         cells = [f"{_number(q[k])} ({100 * (q[k] / full[k] - 1):+.0f}%)" for k in ("perplexity", "novels")]
         rows.append([c["format"], f"{c['bits']:.2f}", name, trained, *cells])
@@ -558,7 +560,7 @@ def two_bits() -> str:
     methods = [m for m in COLUMNS if (SMOLLM2, m, label) in best]
     found = {m: best[SMOLLM2, m, label] for m in methods}
     rows = [[_named(m, SMOLLM2), _shown(f), f.novels] for m, f in found.items()]
-    return markdown([f"{label}, calibration tokens in brackets", "WikiText-2", "novels"], rows)
+    return markdown([f"{label}, calibration tokens in brackets", "WikiText-2", "novels, mean"], rows)
 
 
 def two_scales() -> str:
