@@ -320,10 +320,12 @@ def test_sigterm_outside_training_keeps_what_was_measured(
 
 def test_a_longer_training_is_another_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
-    model = SimpleNamespace(name=lowbit_tables.STORIES, blocks={})
+    text = SimpleNamespace(fingerprint="aaaaaaaa" * 4)
+    model = SimpleNamespace(name=lowbit_tables.STORIES, blocks={}, text=text, told={})
 
     def line(method: str, training_tokens: int) -> str:
         config = {"model": model.name, "method": method, "format": "int2:g64", "seed": 0, "tokens": 9}
+        config["text_id"] = "aaaaaaaa"
         told = {"case": method, "metric": "perplexity", "device": results.device_name(), "baseline_value": 1.0}
         line = {**told, "config": {**config, "training_tokens": training_tokens}, "quality": {"perplexity": 2.0}}
         return json.dumps(line) + "\n"

@@ -107,6 +107,8 @@ assert not saver.resume(run, parts)
 train(run, parts, saver, 5, ("memory", "peer"))
 peers, sends = saver._peers, threading.Event()
 assert peers is not None and saver.plan is not None and saver._replicating is not None
+peers.wait()  # step 5 must not be the one that is held
+mesh.barrier()
 exchange, started = peers._round, []
 
 
