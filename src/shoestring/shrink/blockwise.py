@@ -300,7 +300,7 @@ def fit(
     fused = can_fuse(passes.params)
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0, eps=1e-12, fused=fused)
     state = snapshot(groups)
-    gen = torch.Generator().manual_seed(settings.seed * 1_000_003 + index)
+    gen = torch.Generator().manual_seed((settings.seed * 1_000_003 + index) % 2**63)
     steps_per_epoch = math.ceil(len(rest) / settings.batch)
     num_steps, step = settings.epochs * steps_per_epoch, 0
     for _ in range(settings.epochs):

@@ -236,6 +236,36 @@ def test_a_text_that_has_given_way_ends_with_the_weights_it_began_with() -> None
     assert versions == [[None], [None], [None], [WeightsVersion("run", 1, "aa")]]
 
 
+def test_a_text_is_written_with_the_weights_that_scored_its_prompt() -> None:
+    engine, new = Engine(served_model(VOCAB), chat_tokenizer(), max_requests=1, eos_ids=()), weights_of(1)
+    thread = EngineThread(engine, Metrics("tiny"), max_running=1)
+    target, long = WeightTarget(engine.model), SamplingWithRules(max_tokens=20)
+    values = target.prepare({name: {"": p.detach().clone()} for name, p in new.named_parameters()})
+    first, scored, late = (PendingChoice([5, 6], long, client="one", id=i) for i in range(3))
+    scored.score_prompt = 0
+    ended, waited = set[int](), list[int]()
+
+    def follow(report: Report) -> None:  # on the engine's thread, between two turns
+        ended.update(report.ended)
+        if first.request is not None and len(first.request.new_tokens) == 5:
+            thread.post(("add", [scored]))
+        elif scored in thread._line and not waited:
+            waited.append(scored.id)
+            thread._updates.put(WeightUpdate(target, values, WeightsVersion("run", 1, "aa"), not_after=math.inf))
+            thread.post(("add", [late]))
+
+    thread.on_report = follow
+    thread.post(("add", [first]))
+    thread.start()
+    try:
+        wait_for(lambda: len(ended) == 3)
+    finally:
+        thread.stop()
+    assert waited == [1]
+    versions = [[v for v, _ in choice.request.versions] for choice in (first, scored, late) if choice.request]
+    assert versions == [[None], [None], [WeightsVersion("run", 1, "aa")]]
+
+
 def test_options() -> None:
     with pytest.raises(UserError, match="needs a draft model"):
         ServeOptions(follow_drafter="127.0.0.1:9")

@@ -315,9 +315,10 @@ class EngineThread:
 
     @property
     def _begun(self) -> list[PendingChoice]:
-        """Texts that have given way, and requests for embeddings of which some are computed."""
+        """Texts that have given way, those whose prompt is scored, and requests with some embeddings computed."""
         embeds = [choice for choice in self._to_score if choice.embedding is not None and choice.embedding.vectors]
-        return [choice for choice in self._line if choice.request is not None] + embeds
+        texts = [choice for choice in self._line if choice.request is not None or choice.started is not None]
+        return texts + embeds
 
     def _score(self, choice: PendingChoice) -> None:
         """Compute the log-probabilities of a prompt, then continue as for any other choice. Texts in the engine get a
