@@ -9,12 +9,15 @@ import torch
 from torch import Tensor
 
 from shoestring.errors import UserError
+from shoestring.train.reducers.compressed import choose, trained_parameters
 from shoestring.train.reducers.compressor import At, Compressor
 from shoestring.train.reducers.demo import chunk_size, dct, from_chunks, from_frequencies, to_chunks, to_frequencies
 from shoestring.train.reducers.feedback import Compression
+from shoestring.train.reducers.header import FINE, exchange_headers
 from shoestring.train.reducers.methods import FIXED, for_tensor, parse_compressor
 from shoestring.train.reducers.quantizers import INT8, PLAIN
 from shoestring.train.reducers.rounds import ToAll, ToOwners, emulate
+from shoestring.train.rollback import BadStepError
 
 METHODS = (*FIXED, "topk:0.05", "topk:1", "arc-topk:0.05", "powersgd:2", "demo")
 SHAPES = {"matrix": (96, 130), "vector": (7,), "odd": (33, 65), "one": (1,), "long": (70_001,)}
@@ -138,6 +141,25 @@ def test_one_dim_stays_exact_and_embeddings_get_int8() -> None:
     assert for_tensor(wanted, matrix, embedding=True) == INT8
     for name in ("bf16", "plain", "int8"):
         assert for_tensor(FIXED[name], matrix, embedding=True) == FIXED[name]
+
+
+@pytest.mark.parametrize("name", ["topk", "arc-topk", "powersgd", "demo", "int8"])
+def test_a_rank_without_rows_of_a_matrix_takes_part(name: str) -> None:
+    model = torch.nn.ModuleDict({"whole": torch.nn.Linear(8, 8), "none": torch.nn.Linear(8, 8)})
+    model["none"].weight = torch.nn.Parameter(torch.zeros(0, 8))  # this rank's share over dp
+    wanted, params = parse_compressor(name), trained_parameters(model)
+    given = {n: torch.randn(p.shape) for n, p in params.items()}
+    two = [Compression(choose(wanted, model, params), rank=r, size=2) for r in range(2)]
+    assert two[0].sent_bytes({n: p.shape for n, p in params.items()}) > 0
+    totals, others = emulate([one.exchange(given, 0) for one in two])
+    assert totals["none.weight"].shape == (0, 8) and torch.equal(totals["whole.weight"], others["whole.weight"])
+
+
+def test_a_bad_gradient_is_a_step_to_go_back_from() -> None:
+    common = {"what": 1, "step": 6, "weights": 0, "names": ["a", "b"], "num_places": 1, "device": torch.device("cpu")}
+    with pytest.raises(BadStepError, match="step 7: the gradient of b on rank 1 is NaN") as caught:
+        emulate([exchange_headers(bad=bad, **common) for bad in (FINE, 1)])
+    assert caught.value.step == 7
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,8 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoestring.errors import UserError
+from shoestring.mesh import Mesh
 from shoestring.train.data import Micro, TokenData
-from shoestring.train.shards import TokenShards
+from shoestring.train.pretraining import validation_data
+from shoestring.train.shards import Corpus, TokenShards
 
 
 def make_shards(num_tokens: int, *, masked: bool = False, fingerprint: str = "abc") -> TokenShards:
@@ -106,6 +110,9 @@ def test_seed_and_epoch_change_the_order() -> None:
     orders = [starts(TokenData(shards, context=4, batch=1000, seed=s).step(e)) for s in (0, 1) for e in (0, 1)]
     assert len({tuple(o) for o in orders}) == 4
     assert max(Counter(orders[0]).values()) == 1
+    # Seeds above what a float holds exactly are different ones, too.
+    large = [starts(TokenData(shards, context=4, batch=1000, seed=2**64 - s).step(0)) for s in (1, 2, 3)]
+    assert len({tuple(o) for o in large}) == 3
     # Fixed for good: a change here would make old runs resume on other rows.
     assert starts(TokenData(shards, context=4, batch=4, seed=0).step(0)) == FIRST_ROWS
 
@@ -149,3 +156,13 @@ def test_sizes_per_step() -> None:
     assert data.tokens_per_step == 32
     assert data.steps_per_epoch == 100 / 8
     assert [m.tokens_BT.shape for m in data.step(0)] == [(2, 4), (2, 4)]
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_rows"), [(0, 0), (1, 0), (8, 0), (9, 1), (16, 1), (17, 2), (40, 4), (800, 4)]
+)
+def test_validation_takes_the_rows_that_there_are(num_tokens: int, num_rows: int) -> None:
+    tokenizer: Any = None
+    corpus = Corpus(make_shards(900), make_shards(num_tokens), tokenizer, Path())
+    data = validation_data(corpus, Mesh(0, 1, torch.device("cpu")), context=8, batch=4, micro=None)
+    assert (0 if data is None else len(starts(data.step(0)))) == num_rows

@@ -107,7 +107,8 @@ class TokenData:
 
     def _draw_order(self, epoch: int) -> np.ndarray:
         # numpy guarantees the same raw numbers in every version, but not the same `permutation`.
-        raw = np.random.Philox(key=[self.seed % 2**64, epoch]).random_raw(self.num_windows)
+        key = np.array([self.seed % 2**64, epoch], dtype=np.uint64)  # a list from 2**63 on would become floats
+        raw = np.random.Philox(key=key).random_raw(self.num_windows)
         return np.argsort(raw, kind="stable")
 
     def _window(self, number: int) -> int:

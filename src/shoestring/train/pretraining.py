@@ -155,7 +155,8 @@ def build_model(
 
 def validation_data(corpus: Corpus, mesh: Mesh, *, context: int, batch: int, micro: int | None) -> TokenData | None:
     """Rows of the validation split: fewer than `batch` where the split is small, None where it has no full row."""
-    num_rows = min(batch, len(corpus.val) // context // mesh.dp_size * mesh.dp_size)
+    windows = max(0, len(corpus.val) - 1) // context  # the last target is one token behind the last row
+    num_rows = min(batch, windows // mesh.dp_size * mesh.dp_size)
     if not num_rows:
         return None
     micro = math.gcd(num_rows // mesh.dp_size, micro or batch)
@@ -181,8 +182,8 @@ def validation_loss(data: TokenData) -> Callable[[Run], dict[str, float]]:
 def few_documents(corpus: Corpus, context: int) -> str:
     """Why there is no validation, and what to change."""
     return (
-        f"{len(corpus.val)} tokens were set aside for it and a row has {context}; one document in fifty is, so give "
-        "more or smaller ones"
+        f"{len(corpus.val)} tokens were set aside for it and a row needs {context + 1}; one document in fifty is, so "
+        "give more or smaller ones"
     )
 
 

@@ -22,11 +22,11 @@ RECENT, SPIKE_STDS, SPIKE_FACTOR = 20, 6.0, 1.3
 
 
 class BadStepError(UserError):
-    """`step`: the first whose state must not be used."""
+    """`step`: the first whose state must not be used; `until`: the last whose data may be the reason."""
 
-    def __init__(self, message: str, step: int) -> None:
+    def __init__(self, message: str, step: int, until: int | None = None) -> None:
         super().__init__(message)
-        self.step = step
+        self.step, self.until = step, step if until is None else until
 
 
 class LossWatch:
@@ -44,6 +44,7 @@ class LossWatch:
                 raise BadStepError(
                     f"step {step}: the loss is {loss:.4g} after {mean:.4g} on average, the run stops here",
                     self._last_step + 1,
+                    step,
                 )
         self._losses.append(loss)
         self._last_step = step
@@ -55,10 +56,15 @@ class SkippedSteps:
     def __init__(self) -> None:
         self.windows: list[tuple[int, int]] = []  # (from this step on, so many are left out)
         self.bad: int | None = None  # the run is going back because of this step
+        self._next_data = 0  # then: the first data that is not left out
         self._times: Counter[int] = Counter()  # of this process: an older version does not know of later windows
 
     def data_step(self, step: int) -> int:
         return step + sum(count for at, count in self.windows if step >= at)
+
+    def go_back(self, error: BadStepError) -> None:
+        """Before a version is loaded, which may not know of windows that the bad step had."""
+        self.bad, self._next_data = error.step, self.data_step(error.until - 1) + 1
 
     def begin(self, resumed: int) -> None:
         """The run is at `resumed` finished steps: after a bad one, the data up to it is left out from now on."""
@@ -72,7 +78,7 @@ class SkippedSteps:
                 f"the run went back to step {resumed} {MOST_ROLLBACKS} times: the data is not the reason; go on with a "
                 "lower lr"
             )
-        self.windows.append((resumed, bad - resumed))
+        self.windows.append((resumed, self._next_data - self.data_step(resumed)))
 
     def state_dict(self) -> dict[str, Any]:
         return {"windows": [list(w) for w in self.windows]}

@@ -99,7 +99,7 @@ def train(
                 raise
             run.log.say(f"{bad}; going back")
             run.optimizer.zero_grad()  # the bad ones would be added to
-            skipped.bad = bad.step
+            skipped.go_back(bad)
 
 
 def _train(

@@ -13,7 +13,7 @@ The norm of the whole gradient is not known while it is sent. RunningClip bounds
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import torch
 from torch import Tensor, nn
@@ -63,6 +63,7 @@ class Buckets:
         """Send what is left, and wait; raises what sending raised."""
         while len(self.sent) < len(self.buckets):
             self._submit()
+        wait(self.sent)  # all: after an error the caller may use the process group, which one of them would still use
         for sent in self.sent:
             sent.result()
 

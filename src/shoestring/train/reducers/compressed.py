@@ -294,9 +294,13 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def choose(compressor: Compressor, model: nn.Module, params: Mapping[str, nn.Parameter]) -> dict[str, Compressor]:
-    """The compressor of each parameter (methods.py)."""
+    """The compressor of each parameter (methods.py). Where dp has more ranks than a matrix has rows, some hold none of
+    it: there is nothing to compress."""
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    return {name: for_tensor(compressor, p, embedding=id(p) in embeddings) for name, p in params.items()}
+    return {
+        name: for_tensor(compressor, p, embedding=id(p) in embeddings) if local(p).numel() else PLAIN
+        for name, p in params.items()
+    }
 
 
 def _replica_key(replica: int) -> str:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from shoestring.errors import UserError
 from shoestring.train.reducers.rounds import Exchange, ToAll, as_bytes, from_bytes
+from shoestring.train.rollback import BadStepError
 
 FINE = -1
 HASH_CHUNK = 1 << 24  # values hashed at a time, to bound the memory
@@ -68,10 +69,11 @@ def exchange_headers(
             )
     for rank, (_, _, its_bad, _) in enumerate(table):
         if its_bad != FINE:
-            raise UserError(
+            raise BadStepError(
                 f"step {step + 1}: the gradient of {names[its_bad]} on rank {rank} is NaN or infinite, so the run "
                 "stops here; no weight has moved in this step; go on from the last checkpoint with a lower lr or other "
-                "data"
+                "data",
+                step + 1,
             )
     return all(row[3] == table[rank % num_places][3] for rank, row in enumerate(table))
 

@@ -154,5 +154,7 @@ def as_bytes(t: Tensor) -> Tensor:
 def from_bytes(data: Tensor, dtype: torch.dtype) -> Tensor:
     """The inverse of as_bytes; copies where a part of a message does not lie on a multiple of its dtype."""
     size = dtype.itemsize
+    if not data.numel():  # neither its address nor its strides say anything
+        return data.new_empty((*data.shape[:-1], data.shape[-1] // size), dtype=dtype)
     aligned = data.stride(-1) == 1 and not any(n % size for n in (data.data_ptr(), *data.stride()[:-1]))
     return data.view(dtype) if aligned else data.clone(memory_format=torch.contiguous_format).view(dtype)
