@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
 import tempfile
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -208,6 +210,39 @@ def test_logits_equal_transformers_and_names_go_both_ways(name: str, tokens: tor
         torch.testing.assert_close(again(tokens).logits, want, atol=1e-6, rtol=1e-6)
 
 
+MIXED = ["full_attention", "sliding_attention", "full_attention"]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "layer_types"),
+    [
+        ("mistral", MIXED),  # Ministral's file: AutoConfig looks at layer_types, Mistral's own class does not
+        ("mistral", ["full_attention"] * 3),
+        ("mistral", ["sliding_attention"] * 3),
+        ("gemma2", ["full_attention"] * 3),
+        ("gemma3_text", ["full_attention"] * 3),
+    ],
+)
+def test_layer_types_of_a_file_decide_as_in_transformers(
+    model_type: str, layer_types: list[str], tokens: torch.Tensor, tmp_path: Path
+) -> None:
+    config = {"model_type": model_type, **SMALL, "head_dim": 8, "sliding_window": 5, "layer_types": layer_types}
+    wanted, state = None, None
+    for file in (config, spec_to_hf(spec_from_hf(config))):  # one that was given, and the one that is written for it
+        (tmp_path / "config.json").write_text(json.dumps(file))
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(
+            transformers.AutoConfig.from_pretrained(tmp_path, pad_token_id=0), attn_implementation="eager"
+        ).eval()
+        state = state or model.state_dict()
+        model.load_state_dict(state)
+        with torch.no_grad():
+            logits = model(tokens).logits
+            wanted = logits if wanted is None else wanted
+            torch.testing.assert_close(ours(model, file)(tokens), wanted, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(logits, wanted, atol=1e-6, rtol=1e-6)
+
+
 def test_the_windows_and_scalings_above_matter(tokens: torch.Tensor) -> None:
     """Guards the parity test: dropping the feature changes the logits."""
     for name, change in [
@@ -339,7 +374,7 @@ def test_packed_names_map_like_weight(name: str) -> None:
         ("llama", {"quantization_config": {"quant_method": "aqlm"}}, ["aqlm", "unquantized"]),
         ("llama", {"eos_token_id": "</s>"}, ["eos_token_id"]),
         ("mistral", {"num_key_value_heads": None, "sliding_window": "4"}, ["sliding_window"]),
-        ("mistral", {"layer_types": ["sliding_attention", "full_attention", "full_attention"]}, ["layer_types"]),
+        ("phi3", {"layer_types": ["sliding_attention", "full_attention", "full_attention"]}, ["layer_types"]),
         ("qwen2-window", {"layer_types": ["full_attention"]}, ["layer_types", "3"]),
         ("qwen2-window", {"layer_types": ["chunked_attention"] * 3}, ["chunked_attention"]),
         ("qwen2", {"layer_types": ["sliding_attention"] * 3}, ["without a sliding window"]),

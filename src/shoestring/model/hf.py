@@ -74,7 +74,7 @@ _GEMMA = ("gemma2", "gemma3_text")
 _HEAD_DIM = {"qwen3": 128, "gemma2": 256, "gemma3_text": 256}  # whatever the width
 _QK_NORM = {"qwen3": "head", "qwen3_moe": "head", "gemma3_text": "head", "olmo2": "width", "olmoe": "width"}
 _EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
-_WINDOW_EVERYWHERE = ("mistral", "mixtral", "phi3", "qwen3_moe")  # layer_types is not looked at
+_WINDOW_EVERYWHERE = ("mixtral", "phi3", "qwen3_moe")  # layer_types is not looked at
 
 # Fields that change the arithmetic, and the values under which they do not. Anything else is refused, but for the
 # families that read the field.
@@ -658,12 +658,16 @@ def _write_windows(spec: ModelSpec) -> dict[str, Any]:
     if spec.model_type in ("llama", "olmo2", "olmoe"):
         return {}
     out: dict[str, Any] = {"sliding_window": spec.sliding_window}
+    if spec.model_type in _GEMMA and spec.sliding_window is None:
+        out["sliding_window"] = spec.max_positions  # `transformers` wants one, even where no layer has it
     if spec.model_type in ("qwen2", "qwen3", "smollm3", "qwen2_moe", "qwen3_moe"):
         out["use_sliding_window"] = spec.sliding_window is not None
     if spec.model_type in ("qwen2", "qwen3", "qwen2_moe"):
         windowed = [i for i in range(spec.num_layers) if spec.window(i) is not None]
         out["max_window_layers"] = windowed[0] if windowed else spec.num_layers
-    if spec.model_type not in _WINDOW_EVERYWHERE:
+    # A Mistral with layer_types is a Ministral to `transformers`; one with a window everywhere should stay a Mistral.
+    alike = spec.model_type == "mistral" and not _normal(spec).full_layers
+    if spec.model_type not in _WINDOW_EVERYWHERE and not alike:
         out["layer_types"] = [
             "full_attention" if spec.window(i) is None else "sliding_attention" for i in range(spec.num_layers)
         ]
