@@ -135,6 +135,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 40,
         "mlp_only_layers": [1],
     },
+    "qwen2-moe-window": {
+        "model_type": "qwen2_moe",
+        **SMALL,
+        **MOE,
+        "num_hidden_layers": 4,
+        "shared_expert_intermediate_size": 40,
+        "use_sliding_window": True,
+        "sliding_window": 4,
+        "max_window_layers": 2,
+    },
     "qwen3-moe": {"model_type": "qwen3_moe", **SMALL, **MOE, "head_dim": 12, "norm_topk_prob": True},
     "olmoe": {"model_type": "olmoe", **SMALL, "num_experts": 4, "num_experts_per_tok": 3},
 }

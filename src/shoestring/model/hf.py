@@ -351,6 +351,8 @@ def _window_defaults(config: Fields, model_type: str, num_layers: int) -> tuple[
         windowed = _no_rope_layers(config, num_layers)
         return window, tuple(i for i in range(num_layers) if i not in windowed)
     first = config.whole("max_window_layers", 28, least=0)
+    if model_type == "qwen2_moe":  # every other layer before that one has the window, not those behind it
+        return window, tuple(i for i in range(num_layers) if i % 2 or i >= first)
     return window, tuple(range(min(first, num_layers)))
 
 
