@@ -23,6 +23,7 @@ from shoestring.model.folder import load_model, read_spec
 from shoestring.model.gguf import load_gguf, read_metadata
 from shoestring.model.gguf_file import BLOCK_TYPES, open_gguf
 from shoestring.model.gguf_names import from_interleaved, to_interleaved
+from shoestring.model.spec import LinearRope
 from shoestring.model.tokenizer import Tokenizer
 
 HF_TO_GGUF = {
@@ -364,6 +365,20 @@ def test_llama3_scaling_is_recognised(tmp_path: Path, vocabulary: dict[str, Any]
             load(strange)
 
 
+def test_a_factor_without_a_type_is_linear(tmp_path: Path, vocabulary: dict[str, Any]) -> None:
+    """llama.cpp's default type is "linear"; files from before there were types have `rope.scale_linear`."""
+    model = tiny_hf("llama")
+    for keys, scaling in (
+        ({"rope.scaling.factor": 4.0}, LinearRope(4.0)),
+        ({"rope.scale_linear": 4.0}, LinearRope(4.0)),
+        ({"rope.scaling.factor": 2.0, "rope.scale_linear": 4.0}, LinearRope(2.0)),
+        ({"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, None),
+        ({"rope.scale_linear": 1.0}, None),
+    ):
+        path = write_gguf(tmp_path / "m.gguf", vocabulary, model, metadata=keys)
+        assert load_gguf(path)[0].rope_scaling == scaling, keys
+
+
 # --- refusals -------------------------------------------------------------------------------------
 
 
@@ -387,6 +402,7 @@ def test_llama3_scaling_is_recognised(tmp_path: Path, vocabulary: dict[str, Any]
         ({"extra": {"blk.0.ffn_norm.bias": np.ones(64, np.float32)}}, r"ffn_norm\.bias is not part"),
         ({"extra": {"cls.weight": np.ones(4, np.float32)}}, r"cls\.weight is not part"),
         ({"metadata": {"attention.head_count": 0}}, r"attention\.head_count must be a positive whole number, not 0"),
+        ({"metadata": {"attention.head_count": 128}}, r"128 heads.*64.*attention\.key_length"),
         ({"metadata": {"attention.head_count_kv": 0}}, r"head_count_kv must be a positive"),
         ({"metadata": {"attention.head_count": "4"}}, r"head_count must be a positive"),
         ({"metadata": {"block_count": 9999}}, "asks for 9999 layers"),

@@ -62,6 +62,10 @@ def spec_from_metadata(
             raise UserError(f"{where}: {arch}.{key} differs per layer ({shown(value[:4])}), which cannot be built")
     given = Fields(own, f"{where}, metadata of {arch}")
     d_model, num_heads = given.whole("embedding_length"), given.whole("attention.head_count")
+    if d_model < num_heads and "attention.key_length" not in given:
+        raise UserError(
+            f"{where} has {num_heads} heads and a width of {d_model}, but no {arch}.attention.key_length; it is damaged"
+        )
     head_dim = given.whole("attention.key_length", d_model // num_heads)
     if given.whole("attention.value_length", head_dim) != head_dim:
         raise UserError(f"{where} has values and keys of different widths, which the decoder cannot build")
@@ -272,8 +276,9 @@ def _rope_scaling(
         long, short = (tuple(map(_short, tensors[n].tolist())) for n in (_LONG, _SHORT))
         factor = _short(given.number("rope.scaling.attn_factor", 1.0, **SCALING_RANGE))
         return LongRope(short, long, given.whole("rope.scaling.original_context_length"), factor)
-    kind = given.text("rope.scaling.type", "none")
-    factor = given.number("rope.scaling.factor", 1.0, **SCALING_RANGE)
+    kind = given.text("rope.scaling.type", "linear")
+    # Files from before there were types have the other key.
+    factor = given.number("rope.scaling.factor", given.get("rope.scale_linear", 1.0), **SCALING_RANGE)
     if kind == "none" or (kind == "linear" and factor == 1.0):
         return None
     if kind == "linear":
