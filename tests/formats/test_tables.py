@@ -132,6 +132,19 @@ def test_bad_json() -> None:
         from_json({"name": "int_asym", "grup": 64})
     with pytest.raises(UserError, match="float16 or bfloat16"):
         from_json({"name": "int_asym", "scale_dtype": "float8"})
+    pruned = {"name": "sparse24"}
+    for data, message in (
+        ({"name": ["int_asym"]}, "no format named"),
+        ({"name": "float_asym", "table": 3}, "table must be a text, not 3"),
+        ({"name": "int_asym", "group": "64"}, "group must be a whole number, not '64'"),
+        ({"name": "int_asym", "bits": 4.0}, "bits must be a whole number, not 4.0"),
+        ({"name": "int_asym", "symmetric": None}, "symmetric must be true or false, not None"),
+        ({"name": "stacked", "first": pruned}, "second is missing"),
+        ({"name": "stacked", "first": pruned, "second": "int4"}, "second must be an object, not 'int4'"),
+        ({"name": "slorb", "first": 24}, "first must be an object, not 24"),
+    ):
+        with pytest.raises(UserError, match=message):
+            from_json(data)
 
 
 def test_check_names_groups_that_fit() -> None:

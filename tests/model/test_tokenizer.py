@@ -213,6 +213,28 @@ def test_config_decides_bos_and_extra_tokens(trained: Tokenizer, tmp_path: Path)
         Tokenizer.from_file(tmp_path)
 
 
+@pytest.mark.parametrize("added", [False, True])
+def test_end_tokens_that_the_file_has_as_ordinary_ones(trained: Tokenizer, tmp_path: Path, added: bool) -> None:
+    """A chat template writes the end token out, and it has to become that token; decoding leaves it out."""
+    AutoTokenizer = pytest.importorskip("transformers").AutoTokenizer
+    state = json.loads(trained.backend.to_str())
+    end = max(state["model"]["vocab"].values()) + 1
+    state["model"]["vocab"]["<end>"] = end
+    if added:
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+        state["added_tokens"].append({"id": end, "content": "<end>", **flags, "lstrip": True})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(state))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": END_OF_TEXT, "eos_token": "<end>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    ours, theirs = Tokenizer.from_file(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    for text in ("the <end>the", "<end>", "naïve<end> "):
+        ids = ours.encode(text)
+        assert end in ids and ids == theirs(text)["input_ids"]
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+        stream = ours.stream()
+        assert "".join([*map(stream.step, ids), stream.finish()]) == ours.decode(ids)
+
+
 def test_gpt2_files_equal_tokenizer_json(tmp_path: Path) -> None:
     state = json.loads(Tokenizer.train(TEXTS, 340).backend.to_str())["model"]
     (tmp_path / "vocab.json").write_text(json.dumps(state["vocab"]))

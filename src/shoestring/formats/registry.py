@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from shoestring.errors import UserError, suggest
+from shoestring.errors import UserError, shown, suggest
 from shoestring.formats import fp8
 from shoestring.formats.base import Format
 from shoestring.formats.dense import Dense
@@ -110,18 +110,28 @@ def _parse_slorb(text: str, pruned: str, branch: str) -> Format:
     return Slorb(first, int(number), option or "sum")
 
 
+_FORMAT_FIELDS = ("first", "second")  # of Stacked and Slorb: Formats themselves
+_JSON_KINDS = {dict: "an object", bool: "true or false", int: "a whole number", str: "a text"}
+
+
 def from_json(data: dict[str, Any]) -> Format:
     """The Format that `to_json` described."""
     settings = dict(data)
     name = settings.pop("name", None)
-    if name not in FORMATS:
+    if not isinstance(name, str) or name not in FORMATS:
         raise UserError(
-            f"There is no format named {name!r}: this version knows {', '.join(FORMATS)}."
+            f"There is no format named {shown(name)}: this version knows {', '.join(FORMATS)}."
             f"{suggest(str(name), list(FORMATS))}"
         )
     known = [f.name for f in dataclasses.fields(FORMATS[name])]
     for key in settings:
         if key not in known:
             raise UserError(f"Format {name!r} has no field {key!r}: it has {', '.join(known)}.{suggest(key, known)}")
+    for field in dataclasses.fields(FORMATS[name]):
+        value = settings.get(field.name, field.default)
+        kind = dict if field.name in _FORMAT_FIELDS else type(field.default)
+        if value is dataclasses.MISSING or (kind in _JSON_KINDS and type(value) is not kind):
+            given = "is missing" if value is dataclasses.MISSING else f"must be {_JSON_KINDS[kind]}, not {shown(value)}"
+            raise UserError(f"Format {name!r}: {field.name} {given}; save the model again.")
     nested = {k: from_json(v) if isinstance(v, dict) else v for k, v in settings.items()}
     return FORMATS[name](**nested)

@@ -115,6 +115,7 @@ class Tokenizer:
         _add_configured_tokens(backend, config)
         names = {**_optional_object(folder / "special_tokens_map.json"), **config}
         special = {k: text for k in _SPECIAL_NAMES if (text := _token_text(names.get(k)))}
+        _make_special(backend, [special[k] for k in ("bos_token", "eos_token", "unk_token") if k in special])
         return Tokenizer(
             backend,
             special=special,
@@ -507,6 +508,17 @@ def _add_configured_tokens(backend: Backend, config: Mapping[str, Any]) -> None:
                 f"tokenizer_config.json gives {shown(entry['content'])} the id {key}, but the vocabulary gives it "
                 f"{backend.token_to_id(entry['content'])}; the two files do not belong together"
             )
+
+
+def _make_special(backend: Backend, texts: Sequence[str]) -> None:
+    """Special, as in `transformers`, even where tokenizer.json has them as ordinary tokens: chat templates write them
+    out, and decoding leaves them out. Not the padding token, for which some models name a common word."""
+    added = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+    for text in texts:
+        old = added.get(text, AddedToken(text, normalized=False))
+        if backend.token_to_id(text) is not None and not (text in added and old.special):
+            flags = {k: getattr(old, k) for k in ("lstrip", "rstrip", "single_word", "normalized")}
+            backend.add_special_tokens([AddedToken(text, special=True, **flags)])
 
 
 def _read_chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
