@@ -18,6 +18,7 @@ from shoestring.state.levels.agent import agent_pid, read_status
 from shoestring.state.levels.drain import drain
 from shoestring.state.levels.events import read_events
 from shoestring.state.levels.host_folder import (
+    NOT_STOPPED,
     STOP,
     ArenaCopy,
     damage_of,
@@ -190,9 +191,14 @@ def stop_agent(run: Path) -> str:
 
             remove_host_folder(folder)
             return f"no agent was running; freed {folder}"
+        answer = folder / NOT_STOPPED
+        answer.unlink(missing_ok=True)
         (folder / STOP).touch()
         deadline = time.monotonic() + 120
         while folder.is_dir() and time.monotonic() < deadline:
+            if answer.exists():
+                why = answer.read_text()
+                raise UserError(f"{why}; nothing in memory was freed: stop again when it can be written")
             time.sleep(0.05)
         if folder.is_dir():
             raise UserError(f"the agent did not end in two minutes; its log is {folder}/agent.log")

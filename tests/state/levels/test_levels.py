@@ -7,6 +7,7 @@ import errno
 import itertools
 import os
 import re
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
@@ -22,8 +23,8 @@ from toy_run import SETTINGS, checkpointer, fingerprint, history, make_run, step
 from shoestring.errors import UserError
 from shoestring.host.arena import Arena
 from shoestring.runlog import RunLog
-from shoestring.state.checkpoint import Checkpointer, latest_step
-from shoestring.state.levels import snapshot
+from shoestring.state.checkpoint import Checkpointer, latest_step, step_folder
+from shoestring.state.levels import remote, snapshot
 from shoestring.state.levels.agent import agent_pid
 from shoestring.state.levels.checkpointer import LevelCheckpointer
 from shoestring.state.levels.events import read_events
@@ -135,6 +136,93 @@ def test_memory_that_is_gone_and_a_state_that_does_not_fit(tmp_path: Path) -> No
 
 
 @pytest.mark.usefixtures("no_agent")
+def test_no_copy_of_a_discarded_version_is_resumed(tmp_path: Path) -> None:
+    """On disk as a share of a host, and on remote storage."""
+    url = f"file://{tmp_path}/far"
+    settings = replace(SETTINGS, levels=replace(SETTINGS.levels, remote=url))
+    saver = begin(tmp_path / "run", 4, settings=settings)
+    saver.let_go()
+    for at in (5, 6):
+        run, parts = make_run()
+        saver = checkpointer(tmp_path / "run", settings)
+        saver.resume(run, parts)
+        train(run, parts, saver, at)
+        path = saver.save(run, parts)
+        saver.let_go()
+    remote.upload(path, str(saver.folder), url, 60)
+    assert [number for number, _ in remote.remote_steps(url, 60)] == [6]
+    (saver.folder / "hosts" / "lost").mkdir(parents=True)
+    path.rename(saver.folder / "hosts" / "lost" / path.name)
+    saver.discard(run, 6)
+    run, bits, _ = resumed(tmp_path / "run", settings=settings)
+    assert run.step == 5 and bits == EXPECTED[5]
+    # And told to go back once more: the version that was left is not fetched again.
+    remote.upload(step_folder(saver.folder, 5), str(saver.folder), url, 60)
+    run, bits, _ = resumed(tmp_path / "run", settings=settings, resume_from="previous")
+    assert run.step == 4 and bits == EXPECTED[4]
+    assert resumed(tmp_path / "run", settings=settings)[1] == EXPECTED[4]
+
+
+@pytest.mark.usefixtures("no_agent")
+def test_a_damaged_newest_checkpoint_does_not_cost_the_sound_ones(tmp_path: Path) -> None:
+    saver = begin(tmp_path / "run", 4)
+    for at in (5, 6):
+        run, parts = make_run()
+        saver.let_go()
+        saver = checkpointer(tmp_path / "run")
+        saver.resume(run, parts)
+        train(run, parts, saver, at)
+        path = saver.save(run, parts)
+    saver.let_go()
+    shutil.rmtree(host_folder(tmp_path / "run"))
+    part = next(path.glob("*.safetensors"))
+    part.write_bytes(part.read_bytes()[:-1])
+    run, parts = make_run()
+    saver = checkpointer(tmp_path / "run", replace(SETTINGS, keep_last=1))
+    assert saver.resume(run, parts) and run.step == 5
+    saver.saved_step = None
+    saver.save(run, parts)  # and deletes all but the newest
+    saver.let_go()
+    assert resumed(tmp_path / "run")[1] == EXPECTED[5]
+
+
+@pytest.mark.usefixtures("no_agent")
+def test_a_run_in_memory_is_not_cut_to_fewer_steps_than_it_has_done(tmp_path: Path) -> None:
+    begin(tmp_path / "run", 7).let_go()
+    with pytest.raises(UserError, match=r"to end at step 6 and has done 7: give 7 steps or more"):
+        resumed(tmp_path / "run", last=6)
+    assert resumed(tmp_path / "run", last=7)[0].step == 7
+
+
+@pytest.mark.usefixtures("no_agent")
+def test_values_that_outgrow_the_arena_get_a_larger_one(tmp_path: Path) -> None:
+    run, parts = make_run()
+    saver = checkpointer(tmp_path / "run")
+    saver.resume(run, parts)
+    train(run, parts, saver, 4)
+    parts["counter"].note["long"] = "x" * 3_000_000
+    train(run, parts, saver, 7)  # the first save that does not fit fails
+    saver.let_go()
+    again, parts = make_run()
+    saver = checkpointer(tmp_path / "run")
+    assert saver.resume(again, parts) and again.step == 7 and len(parts["counter"].note["long"]) == 3_000_000
+    saver.let_go()
+
+
+@pytest.mark.usefixtures("no_agent")
+def test_the_time_of_a_save_to_disk_is_the_same_on_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans follow from it, and ranks with different ones would meet at different steps."""
+    run, parts = make_run()
+    saver = checkpointer(tmp_path / "run")
+    saver.resume(run, parts)
+    train(run, parts, saver, 4)
+    monkeypatch.setattr(saver, "_agree_numbers", lambda flags, numbers: [*map(float, flags), *(42.0 for _ in numbers)])
+    saver.save(run, parts)
+    saver.let_go()
+    assert saver._costs["disk"][1].value == 42.0
+
+
+@pytest.mark.usefixtures("no_agent")
 def test_full_memory_goes_to_disk_with_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOESTRING_MEMORY_DIR", str(tmp_path / "absent"))
     said: list[str] = []
@@ -223,7 +311,7 @@ def test_a_clock_that_jumps_back_a_second_trainer_and_links(tmp_path: Path, monk
 
 
 @pytest.mark.usefixtures("no_agent")
-def test_too_little_time_for_a_save_is_said_once_at_the_start(tmp_path: Path) -> None:
+def test_too_little_time_for_a_save_is_said_once_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     log = RunLog(None, quiet=True)
     log.say = said.append  # type: ignore[method-assign]
@@ -238,18 +326,24 @@ def test_too_little_time_for_a_save_is_said_once_at_the_start(tmp_path: Path) ->
     # SIGTERM: the state is in memory, the agent has it to write, and nothing is on disk yet.
     saver.save(run, parts)
     assert "step 6 is in memory, and the agent writes it" in said[-1] and latest_step(saver.folder) is None
+    # A copy that could not be committed is not left to the agent: the state goes to disk.
+    commit = Arena.commit
+    train(run, parts, saver, 7)
+    saver._costs["disk"][1] = Mean(0.4, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Arena, "commit", lambda *args: commit(*args[:-1], {"long": "x" * (1 << 24)}))
+        saver.save(run, parts)
+    assert latest_step(saver.folder) == 7
     saver.let_go()
-    assert resumed(tmp_path / "run")[1] == EXPECTED[6]
+    assert resumed(tmp_path / "run")[1] == EXPECTED[7]
 
 
 def test_the_agent_writes_due_versions_and_ends_with_the_run(tmp_path: Path) -> None:
     saver = begin(tmp_path / "run", 8, settings=SETTINGS, last=8)
     folder = host_folder(tmp_path / "run")
     assert latest_step(tmp_path / "run" / "checkpoints") == 8
-    deadline = 100
-    while folder.exists() and deadline:
-        time.sleep(0.1)
-        deadline -= 1
+    assert saver._agent is not None
+    saver._agent.wait()
     assert not folder.exists() and agent_pid(folder) is None
     run, bits, said = resumed(tmp_path / "run")
     assert run.step == 8 and bits == EXPECTED[8] and "resumed from disk" in said[-1]

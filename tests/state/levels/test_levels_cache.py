@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from shoestring.errors import UserError
 from shoestring.state.levels.cache import CheckpointCache
 from shoestring.state.levels.checkpointer import LevelCheckpointer
+from shoestring.state.levels.host_folder import host_folder
 from shoestring.state.levels.settings import CheckpointConfig, LevelsConfig, check_checkpoints
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "checkpoint_levels.md"
@@ -72,6 +74,7 @@ def test_a_loop_goes_on_where_it_was() -> None:
     other, _, loader, cache = start()
     assert cache.load() == 5 and loader.at == 50
     assert torch.equal(other.weight, model.weight)
+    shutil.rmtree(host_folder(Path("mine")))  # as the agent of a run that has ended does
     cache.close(finished=True)
     assert (Path("mine") / "checkpoints" / "step-00000005" / "manifest.json").is_file()
 

@@ -38,6 +38,7 @@ from shoestring.state.levels.host_folder import (
     AGENT_LOCK,
     AGENT_LOG,
     FINISHED,
+    NOT_STOPPED,
     STOP,
     ArenaCopy,
     arena_files,
@@ -83,7 +84,7 @@ class Agent:
         self.pool = ThreadPoolExecutor(2)
         self.uploads = ThreadPoolExecutor(1)
         self.uploading: Any = None
-        self.remote_done: set[str] = set()
+        self.remote_done: set[tuple[str, int]] = set()
         self.asked_to_end = False
         self._records: bytes | None = None
         self._copies: list[ArenaCopy] = []
@@ -102,10 +103,12 @@ class Agent:
             stopping = (self.folder / STOP).exists() or self.asked_to_end
             finished = (self.folder / FINISHED).exists() and not any(alive)
             crashed = bool(alive) and not all(alive) and not finished
-            self._drain_due(config, everything=crashed or (stopping and not finished))
+            written = self._drain_due(config, everything=crashed or (stopping and not finished), now=stopping)
             self._upload(config)
             if self.asked_to_end:
                 return
+            if stopping and not finished and not written:
+                stopping = self._refuse_to_stop()
             idle = time.monotonic() - self._last_life
             if finished or stopping or (not any(alive) and idle > config.agent_idle):
                 if self.uploading is not None:
@@ -114,6 +117,21 @@ class Agent:
                     remove_host_folder(self.folder)
                 return
             time.sleep(POLL_S)
+
+    def sweep(self) -> None:
+        """Clean up after an agent that was killed: not what agents of other hosts are writing."""
+        config = self._config()
+        if config is not None:
+            checkpoints = Path(config.checkpoints)
+            for place in (checkpoints, checkpoints / HOSTS / config.host):
+                for leftover in place.glob(f"{DRAINING}*"):
+                    shutil.rmtree(leftover, ignore_errors=True)
+
+    def _refuse_to_stop(self) -> bool:
+        """False: what is in memory could not be written, and may be the only copy. Whoever asked is told."""
+        (self.folder / STOP).write_text(self.status.errors[-1] if self.status.errors else "the disk is in use")
+        (self.folder / STOP).replace(self.folder / NOT_STOPPED)
+        return False
 
     def _config(self) -> AgentConfig | None:
         try:
@@ -131,7 +149,8 @@ class Agent:
             self._records = records
         return self._copies
 
-    def _drain_due(self, config: AgentConfig, everything: bool) -> None:
+    def _drain_due(self, config: AgentConfig, everything: bool, now: bool = False) -> bool:
+        """Whether everything that is due is on disk. `now`: also what failed a moment ago."""
         versions: dict[tuple[int, str], list[ArenaCopy]] = defaultdict(list)
         for entry in self.copies():
             if kind_of(entry.path) == "rank":
@@ -142,26 +161,30 @@ class Agent:
             ready = [k for k in ready if "disk" in versions[k][0].copy.levels][:1]
         elif len(ranks) == config.world_size:
             ready = ready[:1]  # the whole state is here: the newest says it all
+        written = True
         for key in ready:
-            if time.monotonic() - self._failed.get(key, -RETRY_S) < RETRY_S:
+            if not now and time.monotonic() - self._failed.get(key, -RETRY_S) < RETRY_S:
+                written = False
                 continue
             with lock_file(self.folder / DRAIN_LOCK, fcntl.LOCK_EX) as free:
-                if free:  # else the trainer is writing a checkpoint itself
-                    self._drain(config, key, versions[key])
+                # Not free: the trainer is writing a checkpoint itself.
+                written &= free and self._drain(config, key, versions[key])
+        return written
 
-    def _drain(self, config: AgentConfig, key: tuple[int, str], entries: list[ArenaCopy]) -> None:
+    def _drain(self, config: AgentConfig, key: tuple[int, str], entries: list[ArenaCopy]) -> bool:
         target = target_of(entries, Path(config.checkpoints), config.host)
         if is_there(target, key[1]):
-            return
+            return True
         began = time.monotonic()
         try:
             num_bytes = drain(entries, target, self.pool)
         except (UserError, OSError) as error:
             self._failed[key] = time.monotonic()
             self._note_error(f"step {key[0]} could not be written to {target}: {error}")
-            return
+            return False
         self._note_drain("disk", key[0], time.monotonic() - began, num_bytes)
         prune_steps(target.parent, Keep(**config.keep), Path(config.checkpoints).parent / "metrics.jsonl")
+        return True
 
     # -- to remote storage -----------------------------------------------------------------------------------
 
@@ -174,11 +197,11 @@ class Agent:
             self._finish_upload()
         wanted = {e.copy.step for e in self.copies() if "remote" in e.copy.levels}
         folders = [p for p in drained_folders(Path(config.checkpoints), config.host) if _step(p) in wanted]
-        todo = [p for p in folders if str(p) not in self.remote_done]
+        todo = [p for p in folders if _folder_id(p) not in self.remote_done]
         if todo and time.monotonic() - self._failed.get((-1, ""), -RETRY_S) >= RETRY_S:
             from shoestring.state.levels.remote import upload
 
-            self._uploaded = todo[-1]
+            self._uploaded, self._uploaded_id = todo[-1], _folder_id(todo[-1])
             self._upload_began = time.monotonic()
             self.uploading = self.uploads.submit(
                 upload, todo[-1], config.checkpoints, config.remote, config.remote_timeout_s
@@ -192,7 +215,7 @@ class Agent:
             self._failed[-1, ""] = time.monotonic()
             self._note_error(f"{self._uploaded.name} could not be uploaded: {error}")
             return
-        self.remote_done.add(str(self._uploaded))
+        self.remote_done.add(self._uploaded_id)
         self._note_drain("remote", _step(self._uploaded), time.monotonic() - self._upload_began, num_bytes)
 
     def _wait_for_upload(self, config: AgentConfig) -> None:
@@ -226,6 +249,13 @@ def _records(path: Path) -> bytes:
         file.seek(PAGE)
         return file.read(MOST_SLOTS * PAGE)
     return b""
+
+
+def _folder_id(path: Path) -> tuple[str, int]:
+    """A run that went back writes a step again: its folder has the same name, and is another one."""
+    with contextlib.suppress(OSError):
+        return str(path), path.stat().st_ino
+    return str(path), 0
 
 
 def _step(path: Path) -> int:
@@ -307,10 +337,7 @@ def main() -> None:
             agent.asked_to_end = True  # a machine that is taken away: to disk, then out; memory goes with it
 
         signal.signal(signal.SIGTERM, end)
-        config = agent._config()
-        if config is not None:
-            for leftover in Path(config.checkpoints).rglob(f"{DRAINING}*"):
-                shutil.rmtree(leftover, ignore_errors=True)
+        agent.sweep()
         agent.write_status()
         agent.run()
 

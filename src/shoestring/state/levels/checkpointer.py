@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoestring.errors import UserError
-from shoestring.host.arena import lock_file, room_for
+from shoestring.host.arena import IndexTooLargeError, lock_file, room_for
 from shoestring.mesh import Mesh
 from shoestring.state.boxes import Box, local_box
 from shoestring.state.checkpoint import (
@@ -55,6 +55,7 @@ from shoestring.state.checkpoint_files import sweep
 from shoestring.state.files import DTYPE_NAMES
 from shoestring.state.levels import remote
 from shoestring.state.levels.agent import DRAIN_LOCK, AgentConfig, agent_pid, read_status, start_agent
+from shoestring.state.levels.drain import HOSTS
 from shoestring.state.levels.events import Event, append_event, rates_from_events, read_events
 from shoestring.state.levels.host_folder import (
     FINISHED,
@@ -75,15 +76,17 @@ from shoestring.state.levels.restore import (
     ChosenVersion,
     Offer,
     choose,
+    everyone,
     fill_tensors,
     gather_offers,
     manifest_of,
     offers_here,
+    shares_in,
 )
 from shoestring.state.levels.retention import Keep, prune_steps
 from shoestring.state.levels.settings import CheckpointConfig
-from shoestring.state.levels.snapshot import MemoryLevel, hold_alive, lay_out, local_tensor
-from shoestring.state.levels.version import LIFE, HeldBox, HeldCopy, dump_index, sum_of_names
+from shoestring.state.levels.snapshot import MemoryLevel, hold_alive, is_held, lay_out, local_tensor
+from shoestring.state.levels.version import LIFE, HeldBox, HeldCopy, dump_index, missing_of, sum_of_names
 from shoestring.state.levels.xor_sets import XorRound, rebuild_lost, xor_sets
 
 MEASURE_S = 0.5  # seconds after the first saves, when the ranks look what they cost
@@ -182,8 +185,8 @@ class LevelCheckpointer:
         run.mesh.barrier()
         for place in self._places():
             self._forget_newer(place, run, step - 1)
-        with self._no_drain(run.mesh):
-            on_main(run.mesh, set_aside_from, self.folder, step)
+        self._set_aside(run, step)
+        self._set_aside_remote(run, step)
         self.saved_step = None
         run.mesh.barrier()
 
@@ -231,7 +234,8 @@ class LevelCheckpointer:
             self.saved_step = run.step
             keep = self._keep()
             on_main(run.mesh, lambda: prune_steps(self.folder, keep, self.folder.parent / "metrics.jsonl"))
-        self._costs["disk"][1] = self._costs["disk"][1].after(time.monotonic() - began)
+        (seconds,) = self._agree_numbers([], [time.monotonic() - began])  # plans follow from it, on every rank the same
+        self._costs["disk"][1] = self._costs["disk"][1].after(seconds)
         return path
 
     def finish(self, run: RunLike) -> None:
@@ -243,7 +247,8 @@ class LevelCheckpointer:
             append_event(self.folder, Event("finished", time.time(), run.step, self.life))
         run.mesh.barrier()
         if self._arenas is not None and self._is_first_of_host(run.mesh):
-            (self._arenas / FINISHED).touch()
+            with contextlib.suppress(FileNotFoundError):  # the agent knows, and has ended
+                (self._arenas / FINISHED).touch()
         self._let_go()
 
     def let_go(self) -> None:
@@ -298,6 +303,11 @@ class LevelCheckpointer:
             run.mesh, lambda: rates_from_events(events, levels, run.mesh.world_size, mttf, time.time())
         )
         choice = self._choose(run, offers)
+        if choice is not None and self.last is not None and choice.step > self.last:
+            raise UserError(
+                f"the run is to end at step {self.last} and has done {choice.step}: give {choice.step} steps or more, "
+                "or start a new run"
+            )
         if choice is None:
             if self.seed is not None:
                 seed_rng(self.seed, run.mesh)
@@ -305,11 +315,15 @@ class LevelCheckpointer:
                 append_event(self.folder, Event("started", time.time(), 0, self.life))
             return False
         source = self._fill(run, parts, choice, "remote" if fetched else None)
-        if self.resume_from == "previous":
-            self._set_aside_newer(run, choice.step)
-            self.resume_from = "newest"  # for a later rollback
         for place in arenas:
             self._forget_newer(place, run, run.step)
+        # Also those that are incomplete or damaged: retention would count them and delete older ones that are sound.
+        for kept in self._set_aside(run, run.step + 1):
+            if run.log is not None:
+                run.log.say(f"a newer checkpoint is set aside as {kept}")
+        if self.resume_from == "previous":
+            self._set_aside_remote(run, run.step + 1)
+            self.resume_from = "newest"  # for a later rollback
         self._rejoin(run.step)
         if run.mesh.is_main:
             append_event(self.folder, Event("resumed", time.time(), run.step, self.life, source))
@@ -352,7 +366,8 @@ class LevelCheckpointer:
         self.restored = Restored(sum(used.values()), time.perf_counter() - filling)
         absent = [*(n for n in tensors if n not in found), *unflatten(state, saved.values, where)]
         put_back(run, parts, state)
-        self.saved_step = run.step if any(o.source == "disk" for o in choice.offers) else None
+        on_disk = missing_of(o.copy for o in choice.offers if o.source == "disk") is None
+        self.saved_step = run.step if on_disk else None
         seconds = time.perf_counter() - began
         total = sum(used.values())
         source = told or " and ".join(sorted(used, key=lambda s: -used[s])) or "disk"
@@ -392,10 +407,28 @@ class LevelCheckpointer:
 
         return bool(on_main(run.mesh, fetch))
 
-    def _set_aside_newer(self, run: RunLike, step: int) -> None:
-        for kept in on_main(run.mesh, set_aside_from, self.folder, step + 1):
+    def _set_aside(self, run: RunLike, step: int) -> list[Path]:
+        """Checkpoints on disk of this step and later ones, and shares of them, which may be on a disk of each host."""
+
+        def own() -> list[Path]:
+            folders = [self.folder / HOSTS / self.host] if self._is_first_of_host(run.mesh) else []
+            if run.mesh.is_main:
+                lost = (share for share in shares_in(self.folder) if share.name not in self._hosts)
+                folders += [self.folder, *lost]
+            return [kept for folder in folders for kept in set_aside_from(folder, step)]
+
+        with self._no_drain(run.mesh):
+            return everyone(run.mesh, agree(run.mesh, own))
+
+    def _set_aside_remote(self, run: RunLike, step: int) -> None:
+        url, timeout = self.settings.levels.remote, self.settings.levels.remote_timeout_s
+        if url is None:
+            return
+        try:
+            on_main(run.mesh, remote.set_aside_from, url, step, timeout)
+        except Exception as error:  # whatever a storage library raises
             if run.log is not None:
-                run.log.say(f"a newer checkpoint is set aside as {kept}")
+                run.log.say(f"remote storage cannot be changed ({error}): delete its versions from step {step} on")
 
     def _rejoin(self, step: int) -> None:
         """Where the run goes back without a new process: the version that it resumed from is the safe one."""
@@ -435,7 +468,7 @@ class LevelCheckpointer:
         flags = [memory.writable(), memory.committed(), peers is None or not peers.busy()]
         flags += [peers is not None and peers.succeeded, memory.no_room() is None]
         flags += [peers is None or not peers.error]
-        disk, far = self._new_drains()
+        disk, far = self._new_drains(run.mesh)
         peer_s = 0.0 if peers is None else peers.seconds
         assert self._began is not None
         numbers = [memory.stall_s, memory.commit_s(), self._step_s.value, disk, far, peer_s, began - self._began]
@@ -475,7 +508,7 @@ class LevelCheckpointer:
             return
         self.saves += 1
         levels = self._levels_now(run.step, bool(peers_idle))
-        self._save_to_memory(run, parts, levels)
+        self._save_to_memory(run, parts, levels, grown=isinstance(error, IndexTooLargeError))
         if self.memory is not memory:  # tmpfs was full: all ranks begin again, on disk
             return
         self._look_at = None
@@ -662,12 +695,9 @@ class LevelCheckpointer:
     def _divide(self, mesh: Mesh, tensors: Mapping[str, Tensor]) -> None:
         """Every box that several ranks of a host hold is written by one of them."""
         mine = {n: (DTYPE_NAMES[t.dtype], tuple(t.shape), self._box_of(n, t)) for n, t in tensors.items()}
-        everyone: list[Any] = [mine]
-        if mesh.world_size > 1:
-            everyone = [None] * mesh.world_size
-            dist.all_gather_object(everyone, mine)
-        names = {n: (dtype, shape) for some in everyone for n, (dtype, shape, _) in some.items()}
-        chosen = share_out(everyone, self._hosts)[mesh.rank]
+        layouts = everyone(mesh, [mine])
+        names = {n: (dtype, shape) for some in layouts for n, (dtype, shape, _) in some.items()}
+        chosen = share_out(layouts, self._hosts)[mesh.rank]
         boxes = [HeldBox(n, *mine[n][:2], mine[n][2]) for n in mine if n in chosen]
         self.share = Share(lay_out(boxes), sum_of_names(names), self._signature(tensors))
 
@@ -701,11 +731,14 @@ class LevelCheckpointer:
             levels=levels,
         )
 
-    def _save_to_memory(self, run: RunLike, parts: dict[str, Any], levels: tuple[str, ...]) -> None:
+    def _save_to_memory(
+        self, run: RunLike, parts: dict[str, Any], levels: tuple[str, ...], *, grown: bool = False
+    ) -> None:
+        """`grown`: the arena had no room for the values of the last save here."""
         assert self.memory is not None and self.share is not None
         state = run_state(run, parts)
         tensors, values = flatten(state, coordinate(run.mesh))
-        changed = self._signature(tensors) != self.share.signature
+        changed = grown or self._signature(tensors) != self.share.signature
         if self._any(changed):
             # The state has other tensors than before (a layer changed its format): divide anew, with a larger arena
             # where it is needed. All ranks do it, because dividing is a meeting.
@@ -783,7 +816,7 @@ class LevelCheckpointer:
         self._last_of |= {level: step for level in levels if level != "peer" or peers_idle}
         return levels
 
-    def _new_drains(self) -> tuple[float, float]:
+    def _new_drains(self, mesh: Mesh) -> tuple[float, float]:
         """Seconds that the agent took since the last look, for (disk, remote)."""
         if self._arenas is None:
             return 0.0, 0.0
@@ -794,15 +827,10 @@ class LevelCheckpointer:
             if mark not in self._drains_seen and mark[0] in found:
                 self._drains_seen.add(mark)
                 found[mark[0]] = float(row.get("seconds", 0.0))
-        if agent_pid(self._arenas) is None and self._agent is not None and self._agent.poll() is not None:
-            self._restart_agent()
+        just_started = self._agent is not None and self._agent.poll() is None
+        if self._is_first_of_host(mesh) and not just_started and agent_pid(self._arenas) is None:
+            self._start_agent(mesh)  # it was killed, maybe one of an earlier life: a new one goes on where it was
         return found["disk"], found["remote"]
-
-    def _restart_agent(self) -> None:
-        """It was killed: a new one goes on where it was."""
-        assert self._arenas is not None
-        config = json.loads((self._arenas / "agent.json").read_text())
-        self._agent = start_agent(self._arenas, AgentConfig(**config))
 
     # -- small things ----------------------------------------------------------------------------------------
 
@@ -826,7 +854,7 @@ class LevelCheckpointer:
         if folder is None:
             return
         path = alive_path(folder, mesh.rank)
-        if self._alive and self._arenas == folder:
+        if self._alive and self._arenas == folder and is_held(path, self._alive[0]):
             return
         self._let_go()
         self._alive = [hold_alive(path)]
@@ -873,7 +901,9 @@ class LevelCheckpointer:
         self.memory.settle(everywhere=bool(ready[1]))
         self._save_to_memory(run, parts, ("memory", "disk"))
         self.memory.wait()
-        run.mesh.barrier()
+        if self._any(not self.memory.committed()):
+            self.memory.settle(everywhere=False)
+            return False
         if run.log is not None:
             run.log.say(
                 f"a save to disk takes about {duration(needed)} and preempt_s is {limit:g}: step {run.step} is in "

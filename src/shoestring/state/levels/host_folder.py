@@ -32,6 +32,7 @@ from shoestring.state.levels.version import HeldCopy, parse_index
 
 DEFAULT_BASE = "/dev/shm"
 AGENT_LOCK, AGENT_CONFIG, AGENT_LOG, FINISHED, STOP = "agent.lock", "agent.json", "agent.log", "finished", "stop"
+NOT_STOPPED = "not-stopped"  # the answer to `stop`: why the agent goes on
 ArenaKind = Literal["rank", "replica", "parity"]
 T = TypeVar("T")
 _ARENA = re.compile(r"(rank|replica|parity)-([0-9]{5,})-of-([0-9]{5,})\.arena")

@@ -72,6 +72,8 @@ def upload(folder: Path, checkpoints: str, url: str, timeout_s: float) -> int:
     fs, base = connect(url, timeout_s)
     target = remote_path(base, folder, Path(checkpoints))
     files = sorted(folder.iterdir(), key=lambda p: (p.name in (MANIFEST, HOST_MANIFEST), p.name))
+    # Another version of this step that is there must not be complete with parts of both.
+    within(timeout_s, f"looking at {target}", partial(_take_manifest, fs, target, files[-1].read_bytes()))
     within(timeout_s, f"making {target}", lambda: fs.makedirs(target, exist_ok=True))
     total = 0
     for file in files:
@@ -85,6 +87,35 @@ def upload(folder: Path, checkpoints: str, url: str, timeout_s: float) -> int:
     return total
 
 
+def _take_manifest(fs: Any, folder: str, new: bytes | None = None) -> None:
+    """From now on the folder is not complete; it stays as it is where its manifest is the new one."""
+    for place in (f"{folder}/{name}" for name in (MANIFEST, HOST_MANIFEST)):
+        if fs.exists(place) and (new is None or fs.cat_file(place) != new):
+            fs.mv(place, f"{place}.set-aside")
+
+
+def set_aside_from(url: str, step: int, timeout_s: float) -> None:
+    """Versions of this step and later ones, and shares of them, are not taken any more; no part is deleted."""
+    fs, base = connect(url, timeout_s)
+    for place in [base, *(f"{base}/{HOSTS}/{host}" for host in _names_in(fs, f"{base}/{HOSTS}", timeout_s))]:
+        for number, name in _steps_in(fs, place, timeout_s).items():
+            if number >= step:
+                within(timeout_s, f"setting {name} aside", partial(_take_manifest, fs, f"{place}/{name}"))
+
+
+def _names_in(fs: Any, place: str, timeout_s: float) -> list[str]:
+    if not within(timeout_s, f"looking at {place}", partial(fs.exists, place)):
+        return []
+    listed = within(timeout_s, f"listing {place}", partial(fs.ls, place, detail=False))
+    names = (str(path).rstrip("/").rsplit("/", 1)[-1] for path in listed)
+    return sorted(name for name in names if _NAME.fullmatch(name))
+
+
+def _steps_in(fs: Any, place: str, timeout_s: float) -> dict[int, str]:
+    names = _names_in(fs, place, timeout_s)
+    return {int(name[5:]): name for name in names if name.startswith("step-") and name[5:].isdigit()}
+
+
 def remote_steps(url: str, timeout_s: float) -> list[tuple[int, tuple[str, ...]]]:
     """(step, its folders below the URL) of the complete checkpoints there, oldest first.
 
@@ -92,23 +123,13 @@ def remote_steps(url: str, timeout_s: float) -> list[tuple[int, tuple[str, ...]]
     """
     fs, base = connect(url, timeout_s)
 
-    def names_in(place: str) -> list[str]:
-        if not within(timeout_s, f"looking at {place}", partial(fs.exists, place)):
-            return []
-        listed = within(timeout_s, f"listing {place}", partial(fs.ls, place, detail=False))
-        names = (str(path).rstrip("/").rsplit("/", 1)[-1] for path in listed)
-        return sorted(name for name in names if _NAME.fullmatch(name))
-
-    def steps_in(place: str) -> dict[int, str]:
-        return {int(name[5:]): name for name in names_in(place) if name.startswith("step-") and name[5:].isdigit()}
-
     found: list[tuple[int, tuple[str, ...]]] = []
-    for step, name in steps_in(base).items():
+    for step, name in _steps_in(fs, base, timeout_s).items():
         if within(timeout_s, f"looking at {name}", partial(fs.exists, f"{base}/{name}/{MANIFEST}")):
             found.append((step, (name,)))
     shares: dict[int, list[str]] = {}
-    for host in names_in(f"{base}/{HOSTS}"):
-        for step, name in steps_in(f"{base}/{HOSTS}/{host}").items():
+    for host in _names_in(fs, f"{base}/{HOSTS}", timeout_s):
+        for step, name in _steps_in(fs, f"{base}/{HOSTS}/{host}", timeout_s).items():
             shares.setdefault(step, []).append(f"{HOSTS}/{host}/{name}")
     for step, folders in shares.items():
         copies = []

@@ -388,3 +388,11 @@ def hold_alive(path: Path) -> int:
 
         raise UserError(f"{path} is held by another trainer of this run: stop it first")
     return fd
+
+
+def is_held(path: Path, fd: int) -> bool:
+    """Whether the file is still the one that `hold_alive` locked: an agent that ends deletes its folder, and may not
+    have seen the trainer that has just come."""
+    with contextlib.suppress(OSError):
+        return os.path.samestat(path.stat(), os.fstat(fd))
+    return False

@@ -1,0 +1,129 @@
+"""The agent and what the trainer does about it: stopped with a full disk, killed, ending while a trainer comes back."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from toy_run import checkpointer, fingerprint, history, make_run, train
+
+from shoestring.cli.ckpt_tables import stop_agent
+from shoestring.errors import UserError
+from shoestring.state.checkpoint import Checkpointer, latest_step
+from shoestring.state.levels import agent as agent_module
+from shoestring.state.levels.agent import Agent, AgentConfig
+from shoestring.state.levels.checkpointer import LevelCheckpointer
+from shoestring.state.levels.host_folder import (
+    AGENT_CONFIG,
+    arena_files,
+    host_folder,
+    host_name,
+    make_host_folder,
+    trainers_alive,
+)
+
+
+@pytest.fixture(autouse=True)
+def in_own_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    (tmp_path / "memory").mkdir()
+    monkeypatch.setenv("SHOESTRING_MEMORY_DIR", str(tmp_path / "memory"))
+    started: list[int] = []
+    monkeypatch.setattr(LevelCheckpointer, "_start_agent", lambda self, mesh: started.append(mesh.rank))
+    yield started
+
+
+def trained(folder: Path, steps: int) -> LevelCheckpointer:
+    run, parts = make_run()
+    saver = checkpointer(folder)
+    saver.resume(run, parts)
+    torch.manual_seed(5)
+    train(run, parts, saver, steps)
+    return saver
+
+
+def agent_of(run: Path) -> Agent:
+    config = AgentConfig(str(run / "checkpoints"), host_name(), [0], 1, keep={"last": 2})
+    (host_folder(run) / AGENT_CONFIG).write_text(json.dumps(asdict(config)))
+    return Agent(host_folder(run))
+
+
+def test_memory_that_cannot_be_written_is_not_freed_by_a_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "run"
+    saver = trained(run, 5)
+    saver.let_go()
+    shutil.rmtree(run / "checkpoints")
+    (run / "checkpoints").touch()  # nothing can be written below it
+    agent = agent_of(run)
+    monkeypatch.setattr("shoestring.cli.ckpt_tables.agent_pid", lambda folder: 1)
+    work = threading.Thread(target=agent.run)
+    work.start()
+    try:
+        for _ in range(2):  # the second one tries again at once
+            with pytest.raises(UserError, match=r"step 5 could not be written.*nothing in memory was freed"):
+                stop_agent(run)
+        assert arena_files(host_folder(run))
+        (run / "checkpoints").unlink()
+        assert "wrote what was in memory" in stop_agent(run)
+    finally:
+        agent.asked_to_end = True
+        work.join()
+    assert not host_folder(run).exists() and latest_step(run / "checkpoints") == 5
+    again, parts = make_run()
+    assert Checkpointer(run / "checkpoints", every=0).resume(again, parts)
+    assert fingerprint(again, parts) == history(5)[5]
+
+
+def test_an_agent_sweeps_what_it_left_and_not_what_other_hosts_write(tmp_path: Path) -> None:
+    make_host_folder(host_folder(tmp_path / "run"))
+    agent = agent_of(tmp_path / "run")
+    checkpoints = tmp_path / "run" / "checkpoints"
+    own, other = (checkpoints / "hosts" / host / ".shoestring-drain-step-00000005" for host in (host_name(), "other"))
+    for folder in (own, other, checkpoints / ".shoestring-drain-step-00000005"):
+        folder.mkdir(parents=True)
+    agent.sweep()
+    assert [p.parent.name for p in checkpoints.rglob(".shoestring-drain-*")] == ["other"]
+
+
+def test_an_agent_of_an_earlier_life_that_is_killed_is_replaced(
+    tmp_path: Path, in_own_memory: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoestring.state.levels.checkpointer.agent_pid", lambda folder: pid)
+    pid: int | None = 1234
+    run, parts = make_run()
+    saver = checkpointer(tmp_path / "run")
+    saver.resume(run, parts)
+    train(run, parts, saver, 4)
+    assert in_own_memory == [0]  # asked for once; one is there
+    pid = None
+    train(run, parts, saver, 5)
+    saver.let_go()
+    assert in_own_memory == [0, 0]
+
+
+def test_a_trainer_whose_folder_an_ending_agent_has_deleted_is_alive(tmp_path: Path) -> None:
+    folder = make_host_folder(host_folder(tmp_path / "run"))
+    run, parts = make_run()
+    saver = checkpointer(tmp_path / "run")
+    saver.resume(run, parts)
+    assert trainers_alive(folder) == [True]
+    shutil.rmtree(folder)
+    train(run, parts, saver, 4)
+    assert trainers_alive(folder) == [True]
+    saver.let_go()
+    assert trainers_alive(folder) == [False]
+
+
+def test_a_step_that_was_written_again_is_uploaded_again(tmp_path: Path) -> None:
+    folder = tmp_path / "step-00000005"
+    folder.mkdir()
+    before = agent_module._folder_id(folder)
+    assert agent_module._folder_id(folder) == before
+    folder.rename(tmp_path / "step-00000005.set-aside")
+    folder.mkdir()
+    assert agent_module._folder_id(folder) != before
