@@ -365,7 +365,7 @@ def stop_while_saving(process: subprocess.Popen[str], folder: Path) -> int:
         parts = [p for p in folder.glob(f"{NEW}step-*/{PART}") if not p.match(f"{NEW}step-0000000[12]/*")]
         if parts:
             os.kill(process.pid, signal.SIGSTOP)
-            time.sleep(0.05)
+            os.waitpid(process.pid, os.WUNTRACED)  # until it has stopped
             if parts[0].exists() and not (parts[0].parent / MANIFEST).exists():
                 return int(parts[0].parent.name[-8:])
             os.kill(process.pid, signal.SIGCONT)

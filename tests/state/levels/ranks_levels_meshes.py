@@ -84,6 +84,5 @@ for number, (dp, tp) in enumerate(PHASES):
         life(dp, tp, number)
         if rank == 0:
             done.touch()
-    deadline = time.monotonic() + 120
-    while not done.exists() and time.monotonic() < deadline:
+    while not done.exists():  # the test ends this process where another one fails
         time.sleep(0.02)
