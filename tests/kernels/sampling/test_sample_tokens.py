@@ -127,6 +127,13 @@ def check_not_finite(device: str = "cpu") -> None:
         assert out.tolist() == finite_argmax(logits, instead).tolist() == [instead] * num + [vocab - 1]
 
 
+def test_the_first_of_equal_logits_is_chosen() -> None:
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        logits = torch.randint(0, 5, (9, 1003), generator=torch.Generator().manual_seed(0)).to(dtype)
+        logits[0] = 1
+        assert finite_argmax(logits).tolist() == [row.index(max(row)) for row in logits.tolist()]
+
+
 def test_logits_that_are_not_finite(monkeypatch: pytest.MonkeyPatch) -> None:
     check_not_finite()
     monkeypatch.setattr("shoestring.kernels.sampling.sample_tokens.LEAST_VOCAB", 1)

@@ -181,24 +181,29 @@ def test_other_architectures_take_the_plain_forward_and_say_so_once(changes: dic
 
 
 @torch.no_grad()
-def difference(model: Decoder, monkeypatch: pytest.MonkeyPatch, threads: int = 2, num: int = 13) -> float:
-    """Of the logits of the last of `num` tokens that step after step has read, to those of the whole model with
-    inputs rounded in plain torch; keys and values too. In units of the largest."""
-    step, cache, blocks = CompiledDecodeStep(model), cache_of(model.spec), [6, 1, 3, 0]
+def difference(
+    model: Decoder, monkeypatch: pytest.MonkeyPatch, threads: int = 2, num: int = 13, begin: int = 0
+) -> float:
+    """Of the logits of the last of `num` tokens, which step after step has read from `begin` on, to those of the whole
+    model with inputs rounded in plain torch; keys and values too. In units of the largest."""
+    step, cache, blocks = CompiledDecodeStep(model), cache_of(model.spec), [6, 1, 3, 0, *range(15, 6, -1)]
     tokens = torch.randint(model.spec.vocab_size, (num,), generator=torch.Generator().manual_seed(1))
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        for position, token in enumerate(tokens.tolist()):
-            got = step.logits(token, RowSpan(blocks, position, 1), cache)
-    finally:
-        torch.set_num_threads(before)
     with monkeypatch.context() as patch:
         patch.setattr(Int8Linear, "operands8", lambda self: self.effective_weight(torch.float32))
         patch.setattr(int8_activations, "w4a8", w4a8_ref)
         other = cache_of(model.spec)
         plan = other.plan([RowSpan(blocks, 0, num)], "cpu")
         wanted = model(tokens[None], torch.arange(num)[None], attend=plan)[0, -1:]
+        if begin:
+            plan = cache.plan([RowSpan(blocks, 0, begin)], "cpu")
+            model(tokens[None, :begin], torch.arange(begin)[None], attend=plan)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for position, token in enumerate(tokens[begin:].tolist(), begin):
+            got = step.logits(token, RowSpan(blocks, position, 1), cache)
+    finally:
+        torch.set_num_threads(before)
     assert got.shape == wanted.shape
     pairs = [(got, wanted)]
     for layer in range(model.spec.num_layers):
@@ -212,6 +217,17 @@ def difference(model: Decoder, monkeypatch: pytest.MonkeyPatch, threads: int = 2
 )
 def test_it_computes_products_of_rounded_inputs(name: str, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert difference(served({**SPECS, **COMPILED}[name], head=HEAD), monkeypatch, threads) < 1e-4
+
+
+@needs_compiler
+@pytest.mark.parametrize("num", [46, 51])
+@pytest.mark.parametrize("heads", [(4, 2), (4, 1), (6, 2), (2, 2)])
+def test_positions_and_heads_that_are_taken_together(
+    heads: tuple[int, int], num: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More positions than are taken together, with some left over, on each of two threads."""
+    model = served(replace(SPEC, num_heads=heads[0], num_kv_heads=heads[1]), head=HEAD)
+    assert difference(model, monkeypatch, num=num, begin=num - 1) < 1e-4
 
 
 @needs_compiler

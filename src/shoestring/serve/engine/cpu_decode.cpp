@@ -30,7 +30,7 @@
 
 namespace {
 
-constexpr int64_t ROWS = 8, LANES = 16, PIECE = 128, RUN = 32;
+constexpr int64_t ROWS = 8, LANES = 16, PIECE = 128, RUN = 16;
 constexpr float LEAST = -1e30f;
 
 struct Matrix {
@@ -160,32 +160,46 @@ struct Inputs {
 
 // -- products -----------------------------------------------------------------------------------------------
 
-// Sums of 8 rows, of the low and of the high halves of the bytes.
+// Sums of 8 rows over a group: `add` takes a piece and its inputs, `scale` adds scale * (sum - zero * x_sum) to `out`.
 #if defined(__ARM_FEATURE_DOTPROD)
+template <int BITS>
 struct Sums {
-  int32x4_t low[2] = {vdupq_n_s32(0), vdupq_n_s32(0)}, high[2] = {vdupq_n_s32(0), vdupq_n_s32(0)};
+  int32x4_t even[2] = {vdupq_n_s32(0), vdupq_n_s32(0)}, odd[2] = {vdupq_n_s32(0), vdupq_n_s32(0)};
 
   template <int QUAD>
-  void multiply(const uint8_t *piece, int8x16_t x_low, int8x16_t x_high) {
+  void add(const uint8_t *piece, int8x16_t x, int8x16_t x_high) {
     for (int half = 0; half < 2; ++half) {
       const uint8x16_t w = vld1q_u8(piece + 32 * QUAD + 16 * half);
-      const int8x16_t w_low = vreinterpretq_s8_u8(vandq_u8(w, vdupq_n_u8(15)));
-      const int8x16_t w_high = vreinterpretq_s8_u8(vshrq_n_u8(w, 4));
-      low[half] = vdotq_laneq_s32(low[half], w_low, x_low, QUAD);
-      high[half] = vdotq_laneq_s32(high[half], w_high, x_high, QUAD);
+      if constexpr (BITS == 4) {
+        const int8x16_t w_low = vreinterpretq_s8_u8(vandq_u8(w, vdupq_n_u8(15)));
+        const int8x16_t w_high = vreinterpretq_s8_u8(vshrq_n_u8(w, 4));
+        even[half] = vdotq_laneq_s32(even[half], w_low, x, QUAD);
+        odd[half] = vdotq_laneq_s32(odd[half], w_high, x_high, QUAD);
+      } else {  // products are of signed bytes: 128 is taken from codes here and from zeros below
+        int32x4_t &sum = QUAD % 2 ? odd[half] : even[half];
+        sum = vdotq_laneq_s32(sum, vreinterpretq_s8_u8(veorq_u8(w, vdupq_n_u8(128))), x, QUAD);
+      }
     }
   }
-  void multiply(const uint8_t *piece, const int8_t *x_low, const int8_t *x_high) {
-    const int8x16_t a = vld1q_s8(x_low), b = vld1q_s8(x_high);
-    multiply<0>(piece, a, b), multiply<1>(piece, a, b), multiply<2>(piece, a, b), multiply<3>(piece, a, b);
+  void add(const uint8_t *piece, const int8_t *x) {
+    const int8x16_t a = vld1q_s8(x), b = BITS == 4 ? vld1q_s8(x + 16) : a;
+    add<0>(piece, a, b), add<1>(piece, a, b), add<2>(piece, a, b), add<3>(piece, a, b);
   }
-  void join(int32_t high_counts, int32_t *sums) const {
-    for (int half = 0; half < 2; ++half)
-      vst1q_s32(sums + 4 * half, vmlaq_n_s32(low[half], high[half], high_counts));
+  void scale(const float *scales, const uint8_t *zeros, int32_t x_sum, float *out) const {
+    const int16x8_t codes = vreinterpretq_s16_u16(vmovl_u8(vld1_u8(zeros)));
+    const int16x8_t zero = vsubq_s16(codes, vdupq_n_s16(BITS == 4 ? 0 : 128));
+    const int32x4_t wide[2] = {vmovl_s16(vget_low_s16(zero)), vmovl_s16(vget_high_s16(zero))};
+    for (int half = 0; half < 2; ++half) {
+      const int32x4_t sum = vmlsq_n_s32(vaddq_s32(even[half], odd[half]), wide[half], x_sum);
+      const float32x4_t before = vld1q_f32(out + 4 * half);
+      vst1q_f32(out + 4 * half, vfmaq_f32(before, vcvtq_f32_s32(sum), vld1q_f32(scales + 4 * half)));
+    }
   }
 };
-#elif defined(__AVX2__)
-struct Sums {
+#else
+// The low and the high halves of the bytes are summed apart: at 8 bits x86's sums of two products would overflow.
+#if defined(__AVX2__)
+struct Halves {
   __m256i low = _mm256_setzero_si256(), high = _mm256_setzero_si256();
 
   static __m256i dot(__m256i w, const int8_t *x) {
@@ -208,7 +222,7 @@ struct Sums {
   }
 };
 #else
-struct Sums {
+struct Halves {
   int32_t low[ROWS] = {}, high[ROWS] = {};
 
   void multiply(const uint8_t *piece, const int8_t *x_low, const int8_t *x_high) {
@@ -226,6 +240,20 @@ struct Sums {
 };
 #endif
 
+template <int BITS>
+struct Sums {
+  Halves halves;
+
+  void add(const uint8_t *piece, const int8_t *x) { halves.multiply(piece, x, x + (BITS == 4 ? 16 : 0)); }
+  void scale(const float *scales, const uint8_t *zeros, int32_t x_sum, float *out) const {
+    int32_t sum[ROWS];
+    halves.join(BITS == 4 ? 1 : 16, sum);
+    for (int row = 0; row < ROWS; ++row)
+      out[row] += scales[row] * static_cast<float>(sum[row] - zeros[row] * x_sum);
+  }
+};
+#endif
+
 // The 8 rows of tile `t` times the inputs.
 template <int BITS>
 void product(const Matrix &m, int64_t t, const Inputs &in, float *y) {
@@ -235,15 +263,9 @@ void product(const Matrix &m, int64_t t, const Inputs &in, float *y) {
   const int8_t *x = in.codes.data();
   float out[ROWS] = {};
   for (int64_t g = 0; g < groups; ++g) {
-    Sums sums;
-    for (int64_t k = 0; k < m.group; k += STEP, x += STEP, piece += PIECE)
-      sums.multiply(piece, x, x + STEP - 16);
-    int32_t sum[ROWS];
-    sums.join(BITS == 4 ? 1 : 16, sum);
-    const float *scale = m.scale + (t * groups + g) * ROWS;
-    const uint8_t *zero = m.zero + (t * groups + g) * ROWS;
-    for (int row = 0; row < ROWS; ++row)
-      out[row] += scale[row] * static_cast<float>(sum[row] - zero[row] * in.sums[g]);
+    Sums<BITS> sums;
+    for (int64_t k = 0; k < m.group; k += STEP, x += STEP, piece += PIECE) sums.add(piece, x);
+    sums.scale(m.scale + (t * groups + g) * ROWS, m.zero + (t * groups + g) * ROWS, in.sums[g], out);
   }
   for (int row = 0; row < ROWS; ++row) {
     const int64_t n = t * ROWS + row;
@@ -272,6 +294,21 @@ float dot(const float *a, const float *b, int64_t num) {
     for (int j = 0; j < 4; ++j) sum[j] += load(a + i + 4 * j) * load(b + i + 4 * j);
   const Four all = (sum[0] + sum[1]) + (sum[2] + sum[3]);
   return (all[0] + all[1]) + (all[2] + all[3]);
+}
+
+// Four products at once: one read of `a` serves all of them.
+Four dots(const float *a, const float *const *b, int64_t num) {
+  Four sum[4][2] = {};
+  for (int64_t i = 0; i < num; i += 8)
+    for (int half = 0; half < 2; ++half)
+      for (int row = 0; row < 4; ++row)
+        sum[row][half] += load(a + i + 4 * half) * load(b[row] + i + 4 * half);
+  Four all;
+  for (int row = 0; row < 4; ++row) {
+    const Four both = sum[row][0] + sum[row][1];
+    all[row] = (both[0] + both[1]) + (both[2] + both[3]);
+  }
+  return all;
 }
 
 // exp to 4e-7 (4e-6 for large x without fused multiply-add), in code that vectorizes; nan stays nan.
@@ -359,7 +396,25 @@ struct Step {
     }
   }
 
-  // All query heads over this thread's share of the positions, in runs whose keys stay in the processor's cache.
+  // Adds the values of positions begin to end to the sums of HEADS heads of a group: one read of a value serves all.
+  template <int HEADS>
+  void weigh(const float *score, int64_t stride, const float *values, int64_t begin, int64_t end, float *y) const {
+    const int64_t width = model.head_dim;
+    for (int64_t i = 0; i < width; i += LANES) {
+      Four sum[HEADS][4];
+      for (int h = 0; h < HEADS; ++h)
+        for (int j = 0; j < 4; ++j) sum[h][j] = load(y + h * width + i + 4 * j);
+      for (int64_t s = begin; s < end; ++s)
+        for (int j = 0; j < 4; ++j) {
+          const Four value = load(values + places[s] + i + 4 * j);
+          for (int h = 0; h < HEADS; ++h) sum[h][j] += score[h * stride + s] * value;
+        }
+      for (int h = 0; h < HEADS; ++h) __builtin_memcpy(y + h * width + i, sum[h], sizeof sum[h]);
+    }
+  }
+
+  // All query heads over this thread's share of the positions. Keys are read in the order of memory, values in runs
+  // that stay in the processor's nearest cache.
   void attend(const Layer &layer, int rank, std::vector<float> &scratch) {
     const int64_t width = model.head_dim, heads = model.heads, groups = model.groups, each = heads / groups;
     const int64_t first = layer.window && position >= layer.window ? position + 1 - layer.window : 0;
@@ -375,11 +430,15 @@ struct Step {
     scratch.resize(heads * (width + end - begin));
     float *const queries = scratch.data(), *const scores = queries + heads * width - begin;
     for (int64_t h = 0; h < heads; ++h) rotate(layer, qkv.data(), heads, h, layer.q_norm, queries + h * width);
-    for (int64_t run = begin; run < end; run += RUN)
-      for (int64_t h = 0; h < heads; ++h)
-        for (int64_t s = run; s < std::min(end, run + RUN); ++s)
-          scores[h * (end - begin) + s] =
-              model.scale * dot(queries + h * width, layer.keys + places[s] + h / each * width, width);
+    for (int64_t s = begin; s < end; s += 4) {
+      const int64_t num = std::min<int64_t>(4, end - s);
+      for (int64_t h = 0; h < heads; ++h) {
+        const float *keys[4];  // the last one again where there are fewer
+        for (int64_t i = 0; i < 4; ++i) keys[i] = layer.keys + places[s + std::min(i, num - 1)] + h / each * width;
+        const Four score = model.scale * dots(queries + h * width, keys, width);
+        for (int64_t i = 0; i < num; ++i) scores[h * (end - begin) + s + i] = score[i];
+      }
+    }
     for (int64_t h = 0; h < heads; ++h) {
       float *score = scores + h * (end - begin), top = LEAST, sum = 0;
       if (model.softcap != 0)
@@ -391,14 +450,13 @@ struct Step {
     }
     std::fill(part.values.begin(), part.values.end(), 0.f);
     for (int64_t run = begin; run < end; run += RUN)
-      for (int64_t i = 0; i < heads * width; i += LANES) {
-        const int64_t h = i / width, channel = h / each * width + i % width;
-        const float *score = scores + h * (end - begin);
-        float sum[LANES];
-        for (int j = 0; j < LANES; ++j) sum[j] = part.values[i + j];
-        for (int64_t s = run; s < std::min(end, run + RUN); ++s)
-          for (int j = 0; j < LANES; ++j) sum[j] += score[s] * layer.values[places[s] + channel + j];
-        for (int j = 0; j < LANES; ++j) part.values[i + j] = sum[j];
+      for (int64_t h = 0, num; h < heads; h += num) {
+        num = std::min<int64_t>(2, each - h % each);
+        const int64_t stride = end - begin, stop = std::min(end, run + RUN);
+        const float *const score = scores + h * stride, *const values = layer.values + h / each * width;
+        float *const y = part.values.data() + h * width;
+        if (num == 2) weigh<2>(score, stride, values, run, stop, y);
+        if (num == 1) weigh<1>(score, stride, values, run, stop, y);
       }
   }
 
