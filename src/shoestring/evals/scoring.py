@@ -43,7 +43,7 @@ def read_nll(hidden_RD: Tensor, head: Head, target_R: Tensor) -> tuple[Tensor, T
         logits = logits if logits.dtype == torch.float64 else logits.float()
         picked = logits.gather(1, target[:, None])[:, 0]
         nll.append(logits.logsumexp(dim=-1) - picked)
-        greedy.append(logits.argmax(dim=-1) == target)
+        greedy.append(logits.max(dim=-1).indices == target)  # on a CPU a third of the time of argmax
     return torch.cat(nll), torch.cat(greedy)
 
 
