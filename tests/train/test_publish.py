@@ -22,7 +22,7 @@ from shoestring.serve.engine.weight_pull import WeightPull, check_catalogue, pie
 from shoestring.serve.engine.weight_update import WeightTarget
 from shoestring.serve.http.follower import WeightFollower
 from shoestring.state.reshard import exchange
-from shoestring.state.reshard.exchange import Catalogue, Gone, changed_bytes, parse_address, with_changes
+from shoestring.state.reshard.exchange import Catalogue, Channel, Gone, changed_bytes, parse_address, with_changes
 from shoestring.state.reshard.layouts import REPLICATE, MeshLayout, shard
 from shoestring.train.publish import Publish
 from shoestring.train.step import Run
@@ -119,6 +119,20 @@ def test_strangers_get_little_time_and_no_room(publishing: Publishing, monkeypat
             while part := stranger.recv(4096):
                 got += part
         assert b"challenge" in got and b"tensors" not in got
+
+
+def test_followers_that_come_while_the_last_version_is_waited_for(publishing: Publishing) -> None:
+    """The thread that waits goes through the connections under the lock under which one is added."""
+    server, held = publishing.hook.server, []
+
+    class Watched(set[Channel]):
+        def add(self, channel: Channel) -> None:
+            held.append(server._changed._is_owned())  # type: ignore[attr-defined]
+            super().add(channel)
+
+    server._channels = Watched()
+    WeightPull(publishing.address, WeightTarget(random_model(QWEN2))).close()
+    assert held == [True]
 
 
 def test_a_model_of_another_kind_is_refused_by_name(publishing: Publishing) -> None:

@@ -164,6 +164,20 @@ def test_killed_and_resumed_bit_for_bit(tmp_path: Path, method: str, stops: tupl
             assert torch.equal(state[name], value), name
 
 
+@pytest.mark.parametrize("version", [3, 16])
+def test_a_run_that_goes_back_over_a_change_of_phase_is_the_same_run(tmp_path: Path, version: int) -> None:
+    """As rollback does it, in one process: to before the probe ends, and to before the dense finish."""
+    whole, hooks = new_run("controlled")
+    fit(whole, 20, hooks)
+    run, hooks = new_run("controlled", tmp_path)
+    fit(run, version + 2, hooks, checkpointer=Checkpointer(tmp_path / "checkpoints", every=version))
+    next(h for h in hooks if isinstance(h, NoiseClock)).next += 7  # the bad step ended in the middle
+    fit(run, 20, hooks, checkpointer=Checkpointer(tmp_path / "checkpoints", every=100))
+    assert metrics(run) == metrics(whole)
+    state = run.model.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in whole.model.state_dict().items())
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_learns_and_logs(method: str) -> None:
     run, hooks = new_run(method)

@@ -24,8 +24,9 @@ MANIFEST = "manifest.json"
 FORMAT, VERSION = "shoestring-checkpoint", 1
 HOST_MANIFEST, HOST_FORMAT = "host.json", "shoestring-host"  # the share of one host
 CHUNK = 1 << 24  # bytes hashed and written at a time: a chunk is still in the cache when it is written
-# Hidden siblings of a checkpoint: being written, replaced by a newer one of the same name, being deleted.
-NEW, OLD, GONE = ".shoestring-new-", ".shoestring-old-", ".shoestring-gone-"
+# Hidden siblings of a checkpoint: being written, replaced by a newer one of the same name, being deleted, being fetched
+# from remote storage.
+NEW, OLD, GONE, FETCHED = ".shoestring-new-", ".shoestring-old-", ".shoestring-gone-", ".shoestring-fetch-"
 Entry = tuple[str, str, Sequence[int], int]  # key, dtype in safetensors' words, shape, bytes
 
 
@@ -160,5 +161,5 @@ def sweep(folder: Path) -> None:
             if not target.exists() and (path / MANIFEST).is_file():
                 path.rename(target)
                 continue
-        if path.name.startswith((NEW, OLD, GONE)):
+        if path.name.startswith((NEW, OLD, GONE, FETCHED)):
             shutil.rmtree(path, ignore_errors=True)

@@ -171,6 +171,16 @@ def _no_weights(folder: Path, stem: str) -> UserError:
 # -- writing -------------------------------------------------------------------------------------------------
 
 
+def dtype_name(name: str, dtype: torch.dtype) -> str:
+    """Of the tensor `name`, in safetensors' words; UserError where it has none."""
+    if dtype not in DTYPE_NAMES:
+        raise UserError(
+            f"tensor {name!r} has dtype {dtype}, which safetensors cannot hold; convert it to one of "
+            f"{', '.join(DTYPES)}"
+        )
+    return DTYPE_NAMES[dtype]
+
+
 @dataclass(frozen=True)
 class TensorInfo:
     name: str

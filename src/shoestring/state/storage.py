@@ -62,7 +62,7 @@ from shoestring.state.checkpoint_files import (
     replace_folder,
     sync,
 )
-from shoestring.state.files import DTYPE_NAMES, DTYPES, TensorInfo, TensorWriter
+from shoestring.state.files import DTYPE_NAMES, DTYPES, TensorInfo, TensorWriter, dtype_name
 from shoestring.state.manifest import (
     Manifest,
     PartInfo,
@@ -158,11 +158,8 @@ class SafeWriter(StorageWriter):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         for item in plan.items:
-            if item.tensor_data is not None and item.tensor_data.properties.dtype not in DTYPE_NAMES:
-                raise UserError(
-                    f"tensor {item.index.fqn!r} has dtype {item.tensor_data.properties.dtype}, which "
-                    f"safetensors cannot hold; convert it to one of {', '.join(DTYPES)}"
-                )
+            if item.tensor_data is not None:
+                dtype_name(item.index.fqn, item.tensor_data.properties.dtype)
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:

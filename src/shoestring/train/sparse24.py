@@ -165,6 +165,9 @@ class NoiseClock(Hook, PassCounter):
         for linear in self.linears:
             _set_clocks(linear, step=run.step)
 
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.rewind()  # a run that goes back may have left its bad step in the middle
+
 
 def _set_clocks(linear: FormatLinear, **values: int) -> None:
     for name, value in values.items():
@@ -261,6 +264,9 @@ class DenseStart(Hook):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state.get("started", True):  # a MaskedDecay by itself, sparse from the first step, has no state
             self._end_dense_phase()
+        else:  # a run that goes back may be sparse by now
+            self.done = False
+            start_dense_phase(self.model)
 
 
 class DenseFinish(Hook):
@@ -284,6 +290,9 @@ class DenseFinish(Hook):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state["done"]:
             self._start_dense_phase()
+        elif self.done:  # a run that goes back
+            self.done = False
+            end_dense_phase(self.model)
 
 
 # -- flip rate -----------------------------------------------------------------------------------------------
@@ -426,8 +435,8 @@ class FlipController(Hook):
             )
         self.rates, self.lrs, self.mu = state["rates_by_weight"], state["lrs"], state["mu"]
         self.decay.strength, self.first = state["strength"], state["first"]
-        if state["awake"]:
-            end_dense_phase(self.model)
+        # A run that goes back may be in another phase than the version.
+        (end_dense_phase if state["awake"] else start_dense_phase)(self.model)
 
 
 # -- sums over a sharded model -------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from shoestring.state.levels import remote, snapshot
 from shoestring.state.levels.agent import agent_pid
 from shoestring.state.levels.checkpointer import LevelCheckpointer
 from shoestring.state.levels.events import read_events
-from shoestring.state.levels.host_folder import arena_files, host_folder
+from shoestring.state.levels.host_folder import arena_files, host_folder, host_name
 from shoestring.state.levels.policy import Mean
 from shoestring.state.levels.snapshot import MemoryLevel
 
@@ -73,9 +73,11 @@ def resumed(folder: Path, **options: Any) -> tuple[Any, list[bytes], list[str]]:
 def test_a_run_resumes_from_memory_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshot, "CHUNK_BYTES", 1000)  # so that tensors cross chunks
     begin(tmp_path / "run", 7).let_go()
-    run, bits, said = resumed(tmp_path / "run")
+    alone = replace(SETTINGS, levels=replace(SETTINGS.levels, peer="replica"))
+    run, bits, said = resumed(tmp_path / "run", settings=alone)
     assert run.step == 7 and bits == EXPECTED[7]
     assert "resumed from memory at step 7" in said[-1]
+    assert said[0] == "levels.peer=replica has no effect: all processes are on one host"
 
 
 @pytest.mark.usefixtures("no_agent")
@@ -135,8 +137,9 @@ def test_memory_that_is_gone_and_a_state_that_does_not_fit(tmp_path: Path) -> No
     assert checkpointer(tmp_path / "run").resume(run, parts) is False
 
 
+@pytest.mark.parametrize("host", [host_name(), "lost"])
 @pytest.mark.usefixtures("no_agent")
-def test_no_copy_of_a_discarded_version_is_resumed(tmp_path: Path) -> None:
+def test_no_copy_of_a_discarded_version_is_resumed(tmp_path: Path, host: str) -> None:
     """On disk as a share of a host, and on remote storage."""
     url = f"file://{tmp_path}/far"
     settings = replace(SETTINGS, levels=replace(SETTINGS.levels, remote=url))
@@ -151,8 +154,8 @@ def test_no_copy_of_a_discarded_version_is_resumed(tmp_path: Path) -> None:
         saver.let_go()
     remote.upload(path, str(saver.folder), url, 60)
     assert [number for number, _ in remote.remote_steps(url, 60)] == [6]
-    (saver.folder / "hosts" / "lost").mkdir(parents=True)
-    path.rename(saver.folder / "hosts" / "lost" / path.name)
+    (saver.folder / "hosts" / host).mkdir(parents=True)
+    path.rename(saver.folder / "hosts" / host / path.name)
     saver.discard(run, 6)
     run, bits, _ = resumed(tmp_path / "run", settings=settings)
     assert run.step == 5 and bits == EXPECTED[5]
@@ -192,6 +195,19 @@ def test_a_run_in_memory_is_not_cut_to_fewer_steps_than_it_has_done(tmp_path: Pa
     with pytest.raises(UserError, match=r"to end at step 6 and has done 7: give 7 steps or more"):
         resumed(tmp_path / "run", last=6)
     assert resumed(tmp_path / "run", last=7)[0].step == 7
+
+
+@pytest.mark.usefixtures("no_agent")
+def test_a_dtype_that_no_file_holds_is_one_line(tmp_path: Path) -> None:
+    run, parts = make_run()
+    saver = checkpointer(tmp_path / "run")
+    saver.resume(run, parts)
+    parts["counter"].seen = torch.zeros(3, dtype=torch.complex128)
+    with pytest.raises(
+        UserError, match=r"'parts\.counter\.seen' has dtype torch\.complex128, which safetensors cannot"
+    ):
+        train(run, parts, saver, 3)
+    saver.let_go()
 
 
 @pytest.mark.usefixtures("no_agent")

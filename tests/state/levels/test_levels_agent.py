@@ -27,6 +27,7 @@ from shoestring.state.levels.host_folder import (
     make_host_folder,
     trainers_alive,
 )
+from shoestring.state.levels.remote import remote_steps
 
 
 @pytest.fixture(autouse=True)
@@ -47,8 +48,8 @@ def trained(folder: Path, steps: int) -> LevelCheckpointer:
     return saver
 
 
-def agent_of(run: Path) -> Agent:
-    config = AgentConfig(str(run / "checkpoints"), host_name(), [0], 1, keep={"last": 2})
+def agent_of(run: Path, remote: str | None = None) -> Agent:
+    config = AgentConfig(str(run / "checkpoints"), host_name(), [0], 1, keep={"last": 2}, remote=remote)
     (host_folder(run) / AGENT_CONFIG).write_text(json.dumps(asdict(config)))
     return Agent(host_folder(run))
 
@@ -117,6 +118,18 @@ def test_a_trainer_whose_folder_an_ending_agent_has_deleted_is_alive(tmp_path: P
     assert trainers_alive(folder) == [True]
     saver.let_go()
     assert trainers_alive(folder) == [False]
+
+
+def test_the_last_state_of_a_run_is_uploaded(tmp_path: Path) -> None:
+    """It goes to disk directly, and no version in memory says that it is meant for remote storage."""
+    url = f"file://{tmp_path}/far"
+    run, parts = make_run()
+    saver = checkpointer(tmp_path / "run", last=5)
+    saver.resume(run, parts)
+    train(run, parts, saver, 5)
+    agent_of(tmp_path / "run", url).run()
+    assert not host_folder(tmp_path / "run").exists()
+    assert [step for step, _ in remote_steps(url, 60)] == [5]
 
 
 def test_a_step_that_was_written_again_is_uploaded_again(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 from pathlib import Path
@@ -87,7 +88,17 @@ def test_a_loop_goes_on_where_it_was() -> None:
         ({"levels": LevelsConfig(peer_gbps=0.0)}, r"levels\.peer_gbps"),
         ({"levels": LevelsConfig(remote_timeout_s=0.0)}, r"levels\.remote_timeout_s"),
         ({"levels": LevelsConfig(xor_set=33)}, r"levels\.xor_set=33 is too many"),
+        ({"levels": LevelsConfig(mttf_hours=math.inf)}, r"levels\.mttf_hours=inf is not possible"),
+        (
+            {"levels": LevelsConfig(peer_gbps=1.0)},
+            r"levels\.peer_gbps=1 limits copies to peers, and levels\.peer is off",
+        ),
+        (
+            {"levels": LevelsConfig(xor_set=3, peer="replica")},
+            r"levels\.xor_set=3 is for levels\.peer=xor, not replica",
+        ),
         ({"checkpoint": "fixed", "levels": LevelsConfig(peer="replica")}, r"settings of checkpoint=auto"),
+        ({"checkpoint": "fixed", "preempt_s": 30.0}, r"preempt_s=30 is a setting of checkpoint=auto"),
     ],
 )
 def test_settings_that_cannot_work(change: dict[str, Any], words: str) -> None:

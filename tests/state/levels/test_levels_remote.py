@@ -14,7 +14,7 @@ from toy_run import SETTINGS, checkpointer, fingerprint, history, make_run, trai
 from shoestring.errors import UserError
 from shoestring.report import run_sections
 from shoestring.runlog import RunLog
-from shoestring.state.checkpoint_files import MANIFEST
+from shoestring.state.checkpoint_files import MANIFEST, sweep
 from shoestring.state.levels import remote
 from shoestring.state.levels.agent import Agent, read_status
 from shoestring.state.levels.checkpointer import LevelCheckpointer
@@ -75,6 +75,10 @@ def test_a_run_comes_back_from_remote_storage(tmp_path: Path, monkeypatch: pytes
     run, parts = make_run()
     with pytest.raises(UserError, match="damaged"):
         checkpointer(tmp_path / "third", settings).resume(run, parts)
+    assert not list((tmp_path / "third" / "checkpoints").iterdir())  # nothing half fetched stays
+    (tmp_path / "third" / "checkpoints" / ".shoestring-fetch-step-00000002").mkdir()  # of a process that was killed
+    sweep(tmp_path / "third" / "checkpoints")
+    assert not list((tmp_path / "third" / "checkpoints").iterdir())
     assert SETTINGS.keep_last == 3
     # Shares of two hosts are a checkpoint when both are there.
     values = {"private@life": "0a", "private@names_sum": sum_of_names({"a": ("F32", (4,))})}

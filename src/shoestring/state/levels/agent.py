@@ -113,6 +113,10 @@ class Agent:
             if finished or stopping or (not any(alive) and idle > config.agent_idle):
                 if self.uploading is not None:
                     self._wait_for_upload(config)
+                if finished:  # its last state went to disk directly
+                    self._upload(config, last=True)
+                    if self.uploading is not None:
+                        self._wait_for_upload(config)
                 if not any(trainers_alive(self.folder)):  # one may have come back meanwhile
                     remove_host_folder(self.folder)
                 return
@@ -188,7 +192,8 @@ class Agent:
 
     # -- to remote storage -----------------------------------------------------------------------------------
 
-    def _upload(self, config: AgentConfig) -> None:
+    def _upload(self, config: AgentConfig, last: bool = False) -> None:
+        """Start the next upload. `last`: of the newest checkpoint, whatever it was meant for; by one host."""
         if config.remote is None:
             return
         if self.uploading is not None:
@@ -196,9 +201,12 @@ class Agent:
                 return
             self._finish_upload()
         wanted = {e.copy.step for e in self.copies() if "remote" in e.copy.levels}
-        folders = [p for p in drained_folders(Path(config.checkpoints), config.host) if _step(p) in wanted]
+        found = drained_folders(Path(config.checkpoints), config.host)
+        folders = [p for p in found if _step(p) in wanted]
+        if last and 0 in config.local_ranks:
+            folders = found[-1:]
         todo = [p for p in folders if _folder_id(p) not in self.remote_done]
-        if todo and time.monotonic() - self._failed.get((-1, ""), -RETRY_S) >= RETRY_S:
+        if todo and (last or time.monotonic() - self._failed.get((-1, ""), -RETRY_S) >= RETRY_S):
             from shoestring.state.levels.remote import upload
 
             self._uploaded, self._uploaded_id = todo[-1], _folder_id(todo[-1])

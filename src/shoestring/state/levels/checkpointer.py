@@ -52,7 +52,7 @@ from shoestring.state.checkpoint import (
     unflatten,
 )
 from shoestring.state.checkpoint_files import sweep
-from shoestring.state.files import DTYPE_NAMES
+from shoestring.state.files import dtype_name
 from shoestring.state.levels import remote
 from shoestring.state.levels.agent import DRAIN_LOCK, AgentConfig, agent_pid, read_status, start_agent
 from shoestring.state.levels.drain import HOSTS
@@ -274,6 +274,8 @@ class LevelCheckpointer:
         """Fill the run from the newest complete version, each box from the nearest copy; False where there is none."""
         self.life = run.mesh.broadcast_object(f"{time.time_ns() // 1_000_000:012x}{secrets.token_hex(4)}")
         self._find_hosts(run.mesh)
+        if self.settings.levels.peer != "off" and len(set(self._hosts)) == 1 and run.log is not None:
+            run.log.say(f"levels.peer={self.settings.levels.peer} has no effect: all processes are on one host")
         on_main(run.mesh, sweep, self.folder)
         if not self._hooked:
             run.optimizer.register_step_pre_hook(lambda *_: self.wait_copied())
@@ -694,7 +696,11 @@ class LevelCheckpointer:
 
     def _divide(self, mesh: Mesh, tensors: Mapping[str, Tensor]) -> None:
         """Every box that several ranks of a host hold is written by one of them."""
-        mine = {n: (DTYPE_NAMES[t.dtype], tuple(t.shape), self._box_of(n, t)) for n, t in tensors.items()}
+
+        def describe() -> dict[str, tuple[str, tuple[int, ...], Box]]:
+            return {n: (dtype_name(n, t.dtype), tuple(t.shape), self._box_of(n, t)) for n, t in tensors.items()}
+
+        mine: dict[str, tuple[str, tuple[int, ...], Box]] = agree(mesh, describe)
         layouts = everyone(mesh, [mine])
         names = {n: (dtype, shape) for some in layouts for n, (dtype, shape, _) in some.items()}
         chosen = share_out(layouts, self._hosts)[mesh.rank]

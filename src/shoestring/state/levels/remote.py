@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import shutil
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -20,7 +21,16 @@ from typing import Any
 
 from shoestring.errors import UserError
 from shoestring.state.boxes import Box
-from shoestring.state.checkpoint_files import HOST_MANIFEST, MANIFEST, is_sealed, replace_folder, sync
+from shoestring.state.checkpoint_files import (
+    FETCHED,
+    HOST_MANIFEST,
+    MANIFEST,
+    OLD,
+    hidden,
+    is_sealed,
+    replace_folder,
+    sync,
+)
 from shoestring.state.levels.drain import HOSTS, NAMES_SUM
 from shoestring.state.levels.version import LIFE, HeldBox, HeldCopy, missing_of
 
@@ -164,9 +174,19 @@ def fetch(url: str, folder: str, checkpoints: Path, timeout_s: float) -> Path:
     fs, base = connect(url, timeout_s)
     place, target = f"{base}/{folder}", checkpoints / folder
     listed_in = HOST_MANIFEST if folder.startswith(f"{HOSTS}/") else MANIFEST
-    temp = target.parent / f".shoestring-fetch-{target.name}"
-    _clear(temp)
+    temp = hidden(target, FETCHED)
+    shutil.rmtree(temp, ignore_errors=True)
     temp.mkdir(parents=True)
+    try:
+        _fetch_into(temp, fs, place, listed_in, timeout_s)
+        replace_folder(temp, target, hidden(target, OLD))
+    except BaseException:  # what came does not keep its room
+        shutil.rmtree(temp, ignore_errors=True)
+        raise
+    return target
+
+
+def _fetch_into(temp: Path, fs: Any, place: str, listed_in: str, timeout_s: float) -> None:
     manifest = within(timeout_s, f"reading {place}/{listed_in}", partial(fs.cat_file, f"{place}/{listed_in}"))
     if not is_sealed(manifest):
         raise UserError(f"{place}/{listed_in} is damaged; use another checkpoint")
@@ -178,11 +198,3 @@ def fetch(url: str, folder: str, checkpoints: Path, timeout_s: float) -> Path:
         sync(temp / name)
     (temp / listed_in).write_bytes(manifest)
     sync(temp / listed_in)
-    replace_folder(temp, target, target.parent / f".shoestring-old-{target.name}")
-    return target
-
-
-def _clear(path: Path) -> None:
-    import shutil
-
-    shutil.rmtree(path, ignore_errors=True)

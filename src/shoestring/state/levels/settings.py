@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -56,8 +57,8 @@ class CheckpointConfig:
 def check_checkpoints(cfg: CheckpointConfig) -> None:
     if not 0 < cfg.levels.budget <= 0.5:
         raise UserError(f"levels.budget={cfg.levels.budget} is not possible; give more than 0 and at most 0.5")
-    if cfg.levels.mttf_hours is not None and not cfg.levels.mttf_hours > 0:
-        raise UserError(f"levels.mttf_hours={cfg.levels.mttf_hours} is not possible; give more than 0")
+    if cfg.levels.mttf_hours is not None and not 0 < cfg.levels.mttf_hours < math.inf:
+        raise UserError(f"levels.mttf_hours={cfg.levels.mttf_hours} is not possible; give more than 0, or leave it out")
     if cfg.levels.peer_gbps is not None and not cfg.levels.peer_gbps > 0:
         raise UserError(f"levels.peer_gbps={cfg.levels.peer_gbps} is not possible; give more than 0")
     if cfg.levels.xor_set > MOST_XOR_SET:
@@ -65,6 +66,19 @@ def check_checkpoints(cfg: CheckpointConfig) -> None:
     if not cfg.levels.remote_timeout_s > 0:
         raise UserError(f"levels.remote_timeout_s={cfg.levels.remote_timeout_s} is not possible; give more than 0")
     if cfg.checkpoint == "fixed":
-        default = LevelsConfig()
-        if cfg.levels != default:
+        if cfg.levels != LevelsConfig():
             raise UserError("levels.* are settings of checkpoint=auto: give it too, or leave them out")
+        if cfg.preempt_s is not None:
+            raise UserError(
+                f"preempt_s={cfg.preempt_s:g} is a setting of checkpoint=auto: give it too, or leave it out"
+            )
+    if cfg.levels.peer_gbps is not None and cfg.levels.peer == "off":
+        raise UserError(
+            f"levels.peer_gbps={cfg.levels.peer_gbps:g} limits copies to peers, and levels.peer is off: give "
+            "levels.peer=replica or xor, or leave it out"
+        )
+    if cfg.levels.xor_set != LevelsConfig().xor_set and cfg.levels.peer != "xor":
+        raise UserError(
+            f"levels.xor_set={cfg.levels.xor_set} is for levels.peer=xor, not {cfg.levels.peer}: give that, or leave "
+            "it out"
+        )

@@ -245,7 +245,8 @@ class SnapshotServer:
                 continue
             sock.settimeout(PROOF_S)
             channel = Channel(sock, f"{peer[0]}:{peer[1]}")
-            self._channels.add(channel)
+            with self._changed:  # another thread may go through them
+                self._channels.add(channel)
             threading.Thread(target=self._serve, args=(channel,), name="publish-to", daemon=True).start()
 
     def _serve(self, channel: Channel) -> None:
