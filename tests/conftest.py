@@ -5,6 +5,7 @@ may be skipped for.
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import multiprocessing
 import os
 import sys
@@ -21,6 +22,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCH_MKLDNN_MATMUL_MIN_DIM", "4096")
 
 REPO = Path(__file__).resolve().parent.parent
+
+if importlib.util.find_spec("hypothesis"):
+    from hypothesis import HealthCheck, settings
+
+    # No property is about how fast the machine is at the moment.
+    settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("any speed")
 
 
 def pytest_configure() -> None:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -41,7 +43,15 @@ def test_every_peer_runs_to_its_line(kind: str, num: int, monkeypatch: pytest.Mo
     monkeypatch.setattr(decode_peers, "SMOLLM2_135M", TINY)
     noted: list[Any] = []
     monkeypatch.setattr(decode_peers, "note", lambda *line: noted.append(line))
+    clock = itertools.count(1)  # a rate is of the difference between two runs, which noise could turn around here
+
+    def timed(work: Callable[[], object]) -> float:
+        work()
+        return float(next(clock))
+
+    monkeypatch.setattr(decode_peers, "timed", timed)
     decode_peers.run_peer(kind, "tiny", num, 2, 600.0)  # seconds that no run takes
     ((case, rates, bound, config),) = noted
     assert case == PEERS[kind].case and len(rates) == 2 and min(rates) > 0 and bound is None
+    assert kind == "batching" or rates == [num * (config["tokens"] - 1)] * 2
     assert config["tokens"] == (4 if kind == "static" else 8) and config["batch"] == num
