@@ -190,6 +190,19 @@ def test_a_damaged_newest_checkpoint_does_not_cost_the_sound_ones(tmp_path: Path
 
 
 @pytest.mark.usefixtures("no_agent")
+def test_a_run_whose_only_checkpoint_is_damaged_does_not_start_anew(tmp_path: Path) -> None:
+    saver = begin(tmp_path / "run", 5, last=5)
+    shutil.rmtree(host_folder(tmp_path / "run"))
+    manifest = step_folder(saver.folder, 5) / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes()[:-20])
+    run, parts = make_run()
+    with pytest.raises(
+        UserError, match=r"manifest\.json is not valid JSON.*no other version is there: start a new run"
+    ):
+        checkpointer(tmp_path / "run").resume(run, parts)
+
+
+@pytest.mark.usefixtures("no_agent")
 def test_a_run_in_memory_is_not_cut_to_fewer_steps_than_it_has_done(tmp_path: Path) -> None:
     begin(tmp_path / "run", 7).let_go()
     with pytest.raises(UserError, match=r"to end at step 6 and has done 7: give 7 steps or more"):

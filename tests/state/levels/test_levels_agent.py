@@ -28,6 +28,7 @@ from shoestring.state.levels.host_folder import (
     trainers_alive,
 )
 from shoestring.state.levels.remote import remote_steps
+from shoestring.state.levels.version import sum_of_names
 
 
 @pytest.fixture(autouse=True)
@@ -140,3 +141,28 @@ def test_a_step_that_was_written_again_is_uploaded_again(tmp_path: Path) -> None
     folder.rename(tmp_path / "step-00000005.set-aside")
     folder.mkdir()
     assert agent_module._folder_id(folder) != before
+
+
+def test_a_host_keeps_its_share_of_what_is_complete_while_another_is_late(tmp_path: Path) -> None:
+    make_host_folder(host_folder(tmp_path / "run"))
+    agent, hosts = agent_of(tmp_path / "run"), tmp_path / "run" / "checkpoints" / "hosts"
+    config = agent._config()
+    assert config is not None
+
+    def write(host: str, rank: int, step: int) -> None:
+        box = {"start": [2 * rank], "stop": [2 * rank + 2]}
+        values = {"private@life": "0a", "private@names_sum": sum_of_names({"a": ("F32", (4,))})}
+        tensors = {"a": {"dtype": "F32", "shape": [4], "boxes": [box]}}
+        (hosts / host / f"step-{step:08d}").mkdir(parents=True)
+        manifest = {"step": step, "world_size": 2, "tensors": tensors, "values": values}
+        (hosts / host / f"step-{step:08d}" / "host.json").write_text(json.dumps(manifest))
+
+    for step in (10, 20, 30, 40, 50):
+        write(host_name(), 0, step)
+        if step <= 20:
+            write("late", 1, step)
+        agent._prune(config, hosts / host_name())
+    assert sorted(p.name[-2:] for p in (hosts / host_name()).iterdir()) == ["20", "40", "50"]
+    write("late", 1, 50)
+    agent._prune(config, hosts / host_name())
+    assert sorted(p.name[-2:] for p in (hosts / host_name()).iterdir()) == ["40", "50"]

@@ -92,6 +92,10 @@ def test_a_run_comes_back_from_remote_storage(tmp_path: Path, monkeypatch: pytes
         )
         both = (9, ("hosts/h0/step-00000009", "hosts/h1/step-00000009"))
         assert remote.remote_steps(url, 10)[-1] == (both if number else (4, ("step-00000004",)))
+    # Of two lives of the run they are none.
+    share = tmp_path / "far" / "hosts" / "h1" / "step-00000009" / "host.json"
+    share.write_text(share.read_text().replace('"0a"', '"0b"'))
+    assert remote.remote_steps(url, 10)[-1] == (4, ("step-00000004",))
 
 
 def test_changed_credentials_and_an_agent_of_another_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ from shoestring.errors import UserError
 from shoestring.host.arena import MOST_SLOTS, PAGE, lock_file
 from shoestring.json_files import read_object
 from shoestring.state.checkpoint_files import HOST_MANIFEST, MANIFEST
-from shoestring.state.levels.drain import DRAINING, HOSTS, drain, target_of
+from shoestring.state.levels.drain import DRAINING, HOSTS, drain, newest_complete_share, target_of
 from shoestring.state.levels.host_folder import (
     AGENT_CONFIG,
     AGENT_LOCK,
@@ -187,8 +187,14 @@ class Agent:
             self._note_error(f"step {key[0]} could not be written to {target}: {error}")
             return False
         self._note_drain("disk", key[0], time.monotonic() - began, num_bytes)
-        prune_steps(target.parent, Keep(**config.keep), Path(config.checkpoints).parent / "metrics.jsonl")
+        self._prune(config, target.parent)
         return True
+
+    def _prune(self, config: AgentConfig, folder: Path) -> None:
+        checkpoints = Path(config.checkpoints)
+        # Another host may be late, or its disk full: what is complete stays until something newer is.
+        complete = None if folder == checkpoints else newest_complete_share(checkpoints)
+        prune_steps(folder, Keep(**config.keep), checkpoints.parent / "metrics.jsonl", also=complete)
 
     # -- to remote storage -----------------------------------------------------------------------------------
 

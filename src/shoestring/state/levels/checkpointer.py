@@ -78,6 +78,7 @@ from shoestring.state.levels.restore import (
     choose,
     everyone,
     fill_tensors,
+    folder_copy,
     gather_offers,
     manifest_of,
     offers_here,
@@ -311,6 +312,7 @@ class LevelCheckpointer:
                 "or start a new run"
             )
         if choice is None:
+            self._refuse_damaged(run)
             if self.seed is not None:
                 seed_rng(self.seed, run.mesh)
             if run.mesh.is_main:
@@ -353,6 +355,21 @@ class LevelCheckpointer:
                 f"resume_from=previous: the version of step {choice.step} is the only one; leave resume_from out"
             )
         return earlier
+
+    def _refuse_damaged(self, run: RunLike) -> None:
+        """A folder with its final name was complete once: where nothing else is left, the run does not start anew."""
+
+        def look() -> None:
+            for path in reversed(step_folders(self.folder)):
+                try:
+                    folder_copy(path)
+                except UserError as error:
+                    raise UserError(
+                        f"the checkpoint {path.name} cannot be used: {error}; no other version is there: start a new "
+                        "run, or get this one from a backup"
+                    ) from error
+
+        on_main(run.mesh, look)
 
     def _fill(self, run: RunLike, parts: dict[str, Any], choice: ChosenVersion, told: str | None) -> str:
         began = time.perf_counter()

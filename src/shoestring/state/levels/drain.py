@@ -9,7 +9,9 @@ before it is written. No torch here.
 from __future__ import annotations
 
 import contextlib
+import json
 import shutil
+from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +19,7 @@ from typing import Any
 
 from shoestring.errors import UserError
 from shoestring.host.arena import Arena
+from shoestring.state.boxes import Box
 from shoestring.state.checkpoint_files import (
     FORMAT,
     HOST_FORMAT,
@@ -31,7 +34,7 @@ from shoestring.state.checkpoint_files import (
     sync,
 )
 from shoestring.state.levels.host_folder import ArenaCopy, damage_of, reading
-from shoestring.state.levels.version import ITEM_BYTES, LIFE, HeldBox, missing_of
+from shoestring.state.levels.version import ITEM_BYTES, LIFE, HeldBox, HeldCopy, missing_of
 
 DRAINING = ".shoestring-drain-"  # not swept by the trainer, which may save at the same time
 HOSTS = "hosts"
@@ -116,3 +119,34 @@ def _write_part(
         view.release()
         if writer is not None:
             writer.abandon()
+
+
+# -- shares of hosts -----------------------------------------------------------------------------------------
+
+
+def share_copy(manifest: dict[str, Any]) -> HeldCopy:
+    """What the host manifest says that its folder holds."""
+    boxes = tuple(
+        HeldBox(name, tensor["dtype"], tuple(tensor["shape"]), box)
+        for name, tensor in manifest["tensors"].items()
+        for box in _boxes(tensor)
+    )
+    values = manifest["values"]
+    return HeldCopy(manifest["step"], values[LIFE], 0, manifest["world_size"], "", values[NAMES_SUM], boxes)
+
+
+def _boxes(tensor: dict[str, Any]) -> list[Box]:
+    if 0 in tensor["shape"]:
+        return [Box.full(tensor["shape"])]
+    return [Box(tuple(box["start"]), tuple(box["stop"])) for box in tensor["boxes"]]
+
+
+def newest_complete_share(checkpoints: Path) -> int | None:
+    """The newest step of which the shares of all hosts, as far as they can be seen here, are everything."""
+    shares: dict[tuple[int, str], list[HeldCopy]] = defaultdict(list)
+    for path in (checkpoints / HOSTS).glob(f"*/step-*/{HOST_MANIFEST}"):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            copy = share_copy(json.loads(path.read_bytes()))
+            if path.parent.name == step_name(copy.step):  # not one that was set aside
+                shares[copy.key].append(copy)
+    return next((key[0] for key in sorted(shares, reverse=True) if missing_of(shares[key]) is None), None)

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from shoestring.errors import UserError
-from shoestring.state.boxes import Box
 from shoestring.state.checkpoint_files import (
     FETCHED,
     HOST_MANIFEST,
@@ -31,8 +30,8 @@ from shoestring.state.checkpoint_files import (
     replace_folder,
     sync,
 )
-from shoestring.state.levels.drain import HOSTS, NAMES_SUM
-from shoestring.state.levels.version import LIFE, HeldBox, HeldCopy, missing_of
+from shoestring.state.levels.drain import HOSTS, share_copy
+from shoestring.state.levels.version import HeldCopy, missing_of
 
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*")  # of hosts and steps; anything else is not ours
 SLOWEST = 4e6  # bytes a second that a transfer must reach beyond its time-out
@@ -142,31 +141,16 @@ def remote_steps(url: str, timeout_s: float) -> list[tuple[int, tuple[str, ...]]
         for step, name in _steps_in(fs, f"{base}/{HOSTS}/{host}", timeout_s).items():
             shares.setdefault(step, []).append(f"{HOSTS}/{host}/{name}")
     for step, folders in shares.items():
-        copies = []
+        lives: dict[str, list[tuple[str, HeldCopy]]] = {}  # two futures of one step are never mixed
         for folder in folders:
             with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
                 text = within(timeout_s, f"reading {folder}", partial(fs.cat_file, f"{base}/{folder}/{HOST_MANIFEST}"))
-                copies.append(_share(json.loads(text)))
-        if missing_of(copies) is None:
-            found.append((step, tuple(folders)))
+                copy = share_copy(json.loads(text))
+                lives.setdefault(copy.life, []).append((folder, copy))
+        for some in lives.values():
+            if missing_of(copy for _, copy in some) is None:
+                found.append((step, tuple(folder for folder, _ in some)))
     return sorted(found)
-
-
-def _share(manifest: dict[str, Any]) -> HeldCopy:
-    """What the host manifest says that its folder holds."""
-    boxes = tuple(
-        HeldBox(name, tensor["dtype"], tuple(tensor["shape"]), box)
-        for name, tensor in manifest["tensors"].items()
-        for box in _boxes(tensor)
-    )
-    values = manifest["values"]
-    return HeldCopy(manifest["step"], values[LIFE], 0, manifest["world_size"], "", values[NAMES_SUM], boxes)
-
-
-def _boxes(tensor: dict[str, Any]) -> list[Box]:
-    if 0 in tensor["shape"]:
-        return [Box.full(tensor["shape"])]
-    return [Box(tuple(box["start"]), tuple(box["stop"])) for box in tensor["boxes"]]
 
 
 def fetch(url: str, folder: str, checkpoints: Path, timeout_s: float) -> Path:

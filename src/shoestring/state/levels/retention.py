@@ -40,15 +40,15 @@ def _loss_between(before: int, step: int, losses: Mapping[int, float]) -> float 
     return losses[max(since)] if since else None
 
 
-def prune_steps(folder: Path, keep: Keep, metrics: Path) -> list[Path]:
-    """Delete the complete checkpoints in a folder that are not to be kept; the newest always stays."""
+def prune_steps(folder: Path, keep: Keep, metrics: Path, also: int | None = None) -> list[Path]:
+    """Delete the complete checkpoints in a folder that are not to be kept; the newest, and the step `also`, stay."""
     complete = {
         int(p.name[5:]): p
         for p in folder.glob("step-*")
         if p.name[5:].isdigit() and ((p / MANIFEST).is_file() or (p / HOST_MANIFEST).is_file())
     }
     kept = keep.kept(complete, validation_losses(metrics) if keep.best else {})
-    doomed = [p for step, p in sorted(complete.items()) if step not in kept]
+    doomed = [p for step, p in sorted(complete.items()) if step not in kept and step != also]
     for path in doomed:
         # Renamed first: a half deleted checkpoint must not look like a checkpoint.
         gone = hidden(path, GONE)
