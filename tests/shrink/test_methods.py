@@ -112,8 +112,11 @@ def test_gptq_on_hessians_without_full_rank() -> None:
     assert (groups.abs() <= choice.grid["scale"][:, :1] * 3.5).all() and choice.weight[:, 5:9].any()
     assert torch.equal(gptq(w, torch.zeros(128, 128), format, state).weight, round_to_nearest(w, format, state).weight)
     assert inverse_factor(torch.eye(4), 0.01).diagonal() == pytest.approx([1.01**-0.5] * 4)
-    with pytest.raises(UserError, match="damping"):
-        Gptq(damping=0)
+    for damping in (0, 1e300, float("nan")):
+        with pytest.raises(UserError, match="damping"):
+            Gptq(damping=damping)
+    with pytest.raises(UserError, match=r"damping=1e-18 is too little .* width 128"):
+        gptq(w, hessian(x[:16]), format, state, Gptq(damping=1e-18))
 
 
 def test_blocks_end_with_groups() -> None:

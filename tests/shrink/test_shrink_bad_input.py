@@ -93,6 +93,15 @@ def test_a_text_too_short_to_evaluate(text: str, fails: Callable[..., str], own_
         ("shrink/ptq", [*SMALL, "bits_budget=nan"], "bits_budget='nan'"),
         ("shrink/ptq", [*SMALL, "bits_budget=1", "candidates=int2:g32,int4:g32"], "the smallest candidates need"),
         ("shrink/lowbit_best", [*TRAINED, "bits_budget=1", "candidates=int2:g32"], "the smallest candidates need"),
+        ("shrink/ptq", [*SMALL[:1], *SMALL[2:], "calib=calib.txt,"], "calib=calib.txt, has no text beside one of its"),
+        ("shrink/ptq", [*SMALL[:1], *SMALL[2:], "calib=,calib.txt"], "calib=,calib.txt has no text beside one of"),
+        (
+            "shrink/ptq",
+            [*SMALL[:1], *SMALL[2:], "calib=corpus.jsonl, calib.txt", "text=calib.txt"],
+            "are the same file",
+        ),
+        ("shrink/ptq", [*SMALL, "damping=1e300"], "damping=1e+300 is not possible for GPTQ"),
+        ("shrink/prune24", ["model=model", "calib=calib.txt", "damping=1e300", "train=none"], "for SparseGPT"),
         ("shrink/ptq", [*SMALL, "spill=nowhere/at/all"], "spill=nowhere/at/all is not a folder"),
         ("shrink/lowbit_best", [*LOWBIT, "bits_budget=3", "candidates=,"], "candidates= is empty"),
         (

@@ -265,7 +265,7 @@ def check_apart(settings: dict[str, Any], *keys: str) -> None:
         if text is None or other is None:
             continue
         mine = Path(text)
-        theirs = [expand(one) for one in (other, *other.split(","))]  # several texts have commas between
+        theirs = [expand(one.strip()) for one in (other, *other.split(","))]  # several texts have commas between
         if mine.exists() and any(one.exists() and mine.samefile(one) for one in theirs):
             raise UserError(
                 f"text={text} and {key}={other} are the same file: a perplexity measured there flatters the result; "

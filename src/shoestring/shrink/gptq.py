@@ -41,6 +41,7 @@ from shoestring.shrink.coordinate_descent import descend
 from shoestring.shrink.graphed_sweep import one_thread, sweep
 
 BLOCK = 128
+MOST_DAMPING = 1e6  # far below, rounding to nearest is all that is left
 SMALL = 2048  # columns up to which one CPU thread factorises: two took four times the processor time, waiting
 
 
@@ -59,19 +60,31 @@ class Gptq:
     def __post_init__(self) -> None:
         if self.sweeps < 0:
             raise UserError(f"{self.sweeps} sweeps of coordinate descent are not possible: use 0 or more")
-        if self.damping <= 0:
-            raise UserError(f"damping={self.damping} is not possible for GPTQ: use a positive number like 0.01")
+        check_damping(self.damping, "GPTQ")
 
     def choose(self, name: str, w: Tensor, statistics: Statistics, format: GridFormat, state: Parts) -> ChosenGrid:
         return gptq(w, statistics.hessian, format, state, self)
 
 
+def check_damping(damping: float, method: str) -> None:
+    if not 0 < damping <= MOST_DAMPING:
+        raise UserError(
+            f"damping={damping:g} is not possible for {method}: use a positive number like 0.01, at most {MOST_DAMPING:g}"
+        )
+
+
 def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
     """The upper Cholesky factor of (H + damping * mean diagonal)^-1, fp32; computed in fp64."""
     h = damped(hessian, damping)
-    with one_thread() if len(h) <= SMALL else nullcontext():
-        inverse = torch.cholesky_inverse(torch.linalg.cholesky(h))
-        return torch.linalg.cholesky(inverse, upper=True).float()
+    try:
+        with one_thread() if len(h) <= SMALL else nullcontext():
+            inverse = torch.cholesky_inverse(torch.linalg.cholesky(h))
+            return torch.linalg.cholesky(inverse, upper=True).float()
+    except torch.linalg.LinAlgError:
+        raise UserError(
+            f"damping={damping:g} is too little for this calibration text: the Hessian of a layer of width {len(h)} "
+            "cannot be inverted; use more damping, for example 0.01, or more text"
+        ) from None
 
 
 def damped(hessian: Tensor, damping: float) -> Tensor:

@@ -39,7 +39,7 @@ from shoestring.model.blocks import BlocksModel, block_of, block_prefixes
 from shoestring.shrink.block_files import BlockFiles, BlockProgress, FinishedBlock, finish_blocks
 from shoestring.shrink.calibrate import BlockStep, Statistics, block_linears
 from shoestring.shrink.chosen_grid import LayerError, LayerErrors
-from shoestring.shrink.gptq import BLOCK, inverse_factor
+from shoestring.shrink.gptq import BLOCK, check_damping, inverse_factor
 from shoestring.shrink.graphed_sweep import one_thread, sweep
 from shoestring.shrink.quantize import HEADS, QuantizeReport, by_owner, plan_layers
 from shoestring.train.sparse24 import count_24, pruning_of
@@ -90,8 +90,7 @@ class SparseGpt:
     needs_text = True
 
     def __post_init__(self) -> None:
-        if self.damping <= 0:
-            raise UserError(f"damping={self.damping} is not possible for SparseGPT: use a positive number")
+        check_damping(self.damping, "SparseGPT")
 
     def choose(self, w: Tensor, statistics: Statistics | None) -> Tensor:
         assert statistics is not None

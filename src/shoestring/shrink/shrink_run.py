@@ -172,7 +172,9 @@ def calibration_windows(
         print(f"no calib= was given: the model writes {num_windows} windows of text itself (calib={OWN})", flush=True)
         source = calib = OWN
     tokenizer, context = need_tokenizer(loaded), fitting_context("calib_context", context, loaded)
-    sources = [source] if calib is None or expand(source).exists() else source.split(",")
+    sources = [source] if calib is None or expand(source).exists() else [one.strip() for one in source.split(",")]
+    if "" in sources:  # a path that is empty would be the folder one is in
+        raise UserError(f"calib={source} has no text beside one of its commas; give files or corpora between them")
     if len(sources) > num_windows:
         raise UserError(
             f"calib names {len(sources)} texts and calib_windows={num_windows}: use one window of each or more"
