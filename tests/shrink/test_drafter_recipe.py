@@ -25,6 +25,8 @@ from shoestring.shrink import drafter as stages
 from shoestring.shrink.drafter_acceptance import Counting
 from shoestring.shrink.drafter_model import first_layers, frequent_tokens, fresh
 from shoestring.state.checkpoint import Checkpointer
+from shoestring.train.data import TokenData
+from shoestring.train.shards import TokenShards
 
 SMALL = [
     "model=target", "num_prompts=48", "prompt_tokens=8", "new_tokens=40", "layers=1", "batch=8",
@@ -193,6 +195,16 @@ def test_bad_input_is_one_line_and_leaves_no_run(cli: Callable[..., str], here: 
     assert "give prompts=" in cli(*run, "model=bare", "context=48", fails=True)
     (here / "bare").unlink()
     assert {p.name for p in here.iterdir()} == before
+
+
+def test_a_damaged_target_is_said_before_its_text_is_scored(here: Path, tmp_path: Path) -> None:
+    target = load_model(here / "target").model
+    data = TokenData(TokenShards(np.arange(200, dtype="<u2"), None, "print"), context=16, batch=2)
+    with torch.no_grad():
+        target.norm.weight[0] = float("nan")
+    with pytest.raises(UserError, match="log-probabilities are NaN"):
+        stages.score_text(tmp_path / "targets", target, data, k=4)
+    assert not (tmp_path / "targets").exists()
 
 
 # -- parts --------------------------------------------------------------------------------------------------

@@ -134,6 +134,16 @@ def test_damage_is_that_of_the_whole_model_run_with_the_set() -> None:
     assert damage.kl == pytest.approx(float((whole.exp() * (whole - other)).sum(-1).mean()), rel=1e-4)
 
 
+def test_a_damaged_model_gives_no_set() -> None:
+    model, tokens = build(), text()
+    with torch.no_grad():
+        model.blocks[1].attn_norm.weight[3] = float("nan")
+    with pytest.raises(UserError, match="log-probabilities are NaN"):
+        Trials(model, tokens)
+    with pytest.raises(UserError, match=r"layer 1's attn is 0 or not finite"):
+        measure_idleness(model, tokens)
+
+
 def test_the_search_finds_idle_sublayers_and_stand_ins_help() -> None:
     model = build()
     choices = search(Trials(model, text(), num_rows=48), even_costs(), speedup=10 / 8)

@@ -11,6 +11,7 @@ An acceleration of alpha skips 2 (M - M / alpha) of the 2M sublayers, attention 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -45,6 +46,12 @@ def measure_idleness(model: Decoder, tokens_NT: Tensor) -> Idleness:
     for tokens_T in tokens_NT.to(model.device):
         model(tokens_T[None], rows=torch.tensor([0], device=tokens_T.device), watch=watch)
     means = {sub: (seen / len(tokens_NT)).tolist() for sub, seen in sums.items()}
+    for sub, values in means.items():
+        if not all(map(math.isfinite, values)):
+            raise UserError(
+                f"the stream before or behind layer {sub.layer}'s {sub.kind} is 0 or not finite on the calibration "
+                "text; check the model's files, give another text, or compute in bf16 or fp32"
+            )
     return Idleness({s: m[0] for s, m in means.items()}, {s: m[1] for s, m in means.items()})
 
 

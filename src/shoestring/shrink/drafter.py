@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from shoestring.errors import UserError
+from shoestring.evals.scoring import NanLikelihood
 from shoestring.mesh import Mesh
 from shoestring.model import Decoder, Tokenizer
 from shoestring.runlog import RunLog
@@ -92,6 +93,10 @@ def score_text(
     """The target's top-k of every window that `steps` training steps see."""
     identity = {"data": data.shards.fingerprint, "context": data.context, "target": repr(target.spec)}
     k = min(k, target.spec.vocab_size)
+    with torch.no_grad():
+        first = target(data.shards.head(min(64, data.context))[None].to(target.device))
+    if bool(first.isnan().any()):  # before all of the text is scored
+        raise NanLikelihood
     return build_cache(
         folder, target, one_epoch(data, steps), num_targets=len(data.shards), k=k, identity=identity, progress=progress
     )

@@ -38,6 +38,7 @@ import torch
 from torch import Tensor
 
 from shoestring.errors import UserError
+from shoestring.evals.scoring import NanLikelihood
 from shoestring.model.skip import KINDS, PASS, BlockSkip, Kind, SkipSet, StandIn, Sublayer, Watch, all_sublayers
 from shoestring.model.spec import ModelSpec
 from shoestring.model.transformer import Decoder
@@ -171,6 +172,8 @@ class Trials:
             self._inputs = [model.embed_inputs(self.tokens_NT)]  # the stream before each block, under the set
             self.reset()
             self._whole_RV = self._log_probs(self._inputs[-1])
+            if bool(self._whole_RV.isnan().any()):
+                raise NanLikelihood
             self.damage = self._compare(self._whole_RV)
 
     @torch.no_grad()
