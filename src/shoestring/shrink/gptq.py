@@ -69,7 +69,8 @@ class Gptq:
 def check_damping(damping: float, method: str) -> None:
     if not 0 < damping <= MOST_DAMPING:
         raise UserError(
-            f"damping={damping:g} is not possible for {method}: use a positive number like 0.01, at most {MOST_DAMPING:g}"
+            f"damping={damping:g} is not possible for {method}: use a positive number like 0.01 (at most "
+            f"{MOST_DAMPING:g})"
         )
 
 
