@@ -93,6 +93,11 @@ def facts(step: int, loss: float = 1.0) -> Facts:
     return Facts(step, 4 * size, size, loss)
 
 
+def test_a_seed_may_have_more_than_64_bits() -> None:
+    one, same = (make_hyper(seed).net.parameters["0.weight"] for seed in (7, 2**64 + 7))
+    assert (one == same).all()
+
+
 def test_the_network_learns_the_errors_of_the_options() -> None:
     selector = make_hyper()
     rng, left = np.random.default_rng(0), np.array([1.0, 0.9, 0.8, 0.7, 0.1, 0.01])

@@ -247,6 +247,13 @@ def test_micro_batches_draw_what_the_whole_batch_draws() -> None:
     assert max(abs(a - b) for a, b in zip(fit(run, 6, hooks), losses[0], strict=True)) > 1e-5
 
 
+def test_any_seed_keys_the_noise() -> None:
+    run = one_layer("sparse24:soft:mvue")
+    for seed in (0, 2**63 - 1, 2**63 + 5, 2**70):
+        (linear,) = NoiseClock(run.model, seed=seed).linears
+        assert int(linear.weight_seed) == seed % 2**63  # type: ignore[arg-type]
+
+
 def test_the_dense_finish_is_dense_and_keeps_the_checkpoint_layout() -> None:
     run, hooks = new_run("fst")
     names = list(run.model.state_dict())

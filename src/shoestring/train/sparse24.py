@@ -147,7 +147,7 @@ class NoiseClock(Hook, PassCounter):
         self.first = rank * (tokens_per_step // size or FAR)
         self.next = self.first
         for number, linear in enumerate(self.linears):
-            _set_clocks(linear, seed=seed, layer=number, step=0, token=self.first)
+            _set_clocks(linear, seed=seed % 2**63, layer=number, step=0, token=self.first)
         model.register_forward_pre_hook(self._count)
 
     def _count(self, model: nn.Module, args: tuple[Any, ...]) -> None:

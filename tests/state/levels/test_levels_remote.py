@@ -139,10 +139,12 @@ def test_failures_are_counted_by_the_level_that_answered(tmp_path: Path) -> None
         Event("resumed", 9999.0, 30, "d", "disk"),  # made longer: no failure
     ):
         append_event(tmp_path, event)
-    (tmp_path / "events.jsonl").open("a").write(json.dumps({"kind": 3}) + "\n")
+        (tmp_path / "events.jsonl").open("a").write('{"kind": "sta')  # then the disk was full
+    (tmp_path / "events.jsonl").open("a").write('rted"}\n' + json.dumps({"kind": 3}) + "\n")
     events = read_events(tmp_path)
     rates = rates_from_events(events, ("memory", "disk"), 8, None, now=10000.0)
     assert len(events) == 5 and (rates["memory"].events, rates["disk"].events) == (1, 1)
     assert rates["memory"].observed_s == pytest.approx(9000.0 + 1.0)
+    append_event(tmp_path / "events.jsonl", Event("started", 0.0, 0, "a"))  # not a folder: the run goes on without it
     assert level_of("peer memory and memory") == "peer" and level_of(None) == "disk"
     assert Keep(2, 10, 1).kept([5, 10, 15, 20, 25], {5: 3.0, 14: 1.0, 24: 2.0}) == {10, 15, 20, 25}

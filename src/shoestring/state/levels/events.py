@@ -6,8 +6,10 @@ small functions that read and append lines. No torch here.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -40,9 +42,16 @@ def read_events(folder: Path) -> list[Event]:
 
 
 def append_event(folder: Path, event: Event) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / EVENTS).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(asdict(event)) + "\n")
+    """Where it can be written: a run whose disk is full goes on from memory."""
+    path = folder / EVENTS
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        written = path.read_bytes() if path.exists() else b""
+        whole = written.rfind(b"\n") + 1
+        if whole < len(written):  # half a line, of a disk that was full: with this one behind it no line would be valid
+            os.truncate(path, whole)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(event)) + "\n")
 
 
 def level_of(source: str | None) -> str:

@@ -52,7 +52,7 @@ class Network:
 
     def __init__(self, num_inputs: int, num_outputs: int, seed: int) -> None:
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            torch.manual_seed(seed % 2**64)
             net = nn.Sequential(nn.Linear(num_inputs, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, num_outputs))
         self.parameters = {name: p.detach().numpy().copy() for name, p in net.named_parameters()}
 
