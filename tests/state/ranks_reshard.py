@@ -147,6 +147,13 @@ def model_in_place(rank: int) -> None:
     refused(lambda: mover.reshard(mine, dst=REPLICATED), "only some have it")
 
 
+def without_rows(rank: int) -> None:
+    """A rank that gets no row of a tensor, and a tensor that has none, are there with their shapes."""
+    rows = MeshLayout((4,), (shard(0),))
+    moved = Resharder().reshard({"short": whole("short"), "empty": torch.zeros(0, 4)}, dst=rows)
+    assert moved["short"].shape == (rank < 3, 4) and moved["empty"].shape == (0, 4)
+
+
 def chain(rank: int) -> None:
     """One rank to three, each on a host of its own: it leaves the first one once."""
     only = MeshLayout((1,), (REPLICATE,), (0,))
@@ -175,7 +182,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    for phase in (between_meshes, interleaved, model_in_place, chain):
+    for phase in (between_meshes, interleaved, model_in_place, without_rows, chain):
         phase(rank)
         dist.barrier()
         if rank == 0:

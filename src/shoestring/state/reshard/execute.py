@@ -381,10 +381,11 @@ class Resharder:
         boxes = _own_boxes(target, dist.get_rank())
         staged = _empty_shards(boxes, target, device)
         self._move(tensors, described, target, staged)
-        return {
+        made = {
             name: held[0][1] if len(held) == 1 else torch.cat([t for _, t in held], _stacked_dim(boxes[name], name))
             for name, held in staged.held.items()
         }
+        return {**_without_elements(target, dist.get_rank(), device), **made}
 
     @torch.no_grad()
     def reshard_into(self, tensors: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> None:
@@ -569,6 +570,16 @@ def _empty_shards(boxes: Mapping[str, list[Box]], target: _Description, device: 
             for name, held in boxes.items()
         }
     )
+
+
+def _without_elements(target: _Description, rank: int, device: torch.device) -> dict[str, Tensor]:
+    """What `rank` holds of a tensor without elements, or of one with fewer rows than ranks."""
+    return {
+        name: torch.empty(shard_shape, dtype=DTYPES[dtype], device=device)
+        for name, (shape, dtype, layout) in target.items()
+        if isinstance(layout, MeshLayout) and rank in layout.ranks
+        if 0 in (shard_shape := layout.local_shape(shape, rank))
+    }
 
 
 def _stacked_dim(boxes: Sequence[Box], name: str) -> int:

@@ -99,6 +99,12 @@ class MeshLayout:
                 held.setdefault(box, []).append(rank)
         return [(box, tuple(sorted(held[box]))) for box in sorted(held)]
 
+    def local_shape(self, shape: Sequence[int], rank: int) -> tuple[int, ...]:
+        """Of what `rank` holds, where that is one piece or no element at all."""
+        coordinate = list(product(*map(range, self.sizes)))[self.ranks.index(rank)]
+        per_dim = (self._cuts(dim, int(length)) for dim, length in enumerate(shape))
+        return tuple(_length(cut[tuple(coordinate[a] for a in axes)]) for axes, cut in per_dim)
+
     def _cuts(self, dim: int, length: int) -> tuple[list[int], dict[tuple[int, ...], list[Interval]]]:
         """The axes that cut `dim`, and for each coordinate on them the ranges it holds."""
         axes = [a for a, p in enumerate(self.placements) if p.dim == dim]
