@@ -36,6 +36,28 @@ GPT2 = ModelSpec(
 SPECS = {"llama": SPEC, "mistral": MISTRAL, "qwen2": QWEN2, "qwen3": QWEN3, "gpt2": GPT2}
 
 
+@pytest.mark.parametrize("name", ["qwen3", "gpt2"])
+def test_a_stored_head_that_is_not_the_embedding_unties_the_model(name: str, tmp_path: Path) -> None:
+    """As in `transformers`: such folders come from a head that was trained by itself."""
+    out = save_model(tmp_path / "m", random_model(SPECS[name]))
+    tensors, file = load_file(out / "model.safetensors"), out / "model.safetensors"
+    embed = tensors["transformer.wte.weight" if name == "gpt2" else "model.embed_tokens.weight"]
+    save_file({**tensors, "lm_head.weight": embed.clone()}, file, metadata={"format": "pt"})
+    assert load_model(out).spec == SPECS[name]
+    for row in (0, 96):
+        head = embed.clone()
+        head[row] += 1
+        save_file({**tensors, "lm_head.weight": head}, file, metadata={"format": "pt"})
+        loaded = load_model(out)
+        assert read_spec(out)[0] == loaded.spec == replace(SPECS[name], tied=False)
+        torch.testing.assert_close(logits(loaded.model), logits(from_transformers(out)), atol=1e-5, rtol=1e-5)
+        again = load_model(save_model(tmp_path / f"again{row}", loaded.model)).model
+        assert torch.equal(logits(again), logits(loaded.model))
+    save_file({**tensors, "lm_head.weight": head[:50].clone()}, file)
+    with pytest.raises(UserError, match=r"head\.weight.*\[50, 32\]"):
+        load_model(out)
+
+
 def from_transformers(path: Path) -> torch.nn.Module:
     return transformers.AutoModelForCausalLM.from_pretrained(path).eval()
 

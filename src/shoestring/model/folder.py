@@ -44,6 +44,7 @@ __all__ = ["LoadedModel", "load_into", "load_model", "read_spec", "save_model", 
 
 ForeignFiles = CompressedFiles | Fp8Files | GptqAwqFiles
 _FLOATS = ("F64", "F32", "F16", "BF16")
+_COMPARED_ROWS = 4096  # of two matrices, at a time
 
 
 @dataclass(frozen=True)
@@ -162,6 +163,25 @@ class _FolderSource:
             self._packed = (folder / "shoestring.json").is_file()
             self._files = TensorFiles(folder, "packed" if self._packed else "model")
         self._stored = hf_names.with_prefix(self.spec, self._files.names)
+        if self.spec.tied and self._has_own_head():
+            self.spec = dataclasses.replace(self.spec, tied=False)
+
+    def _has_own_head(self) -> bool:
+        """Whether a head is stored that is not the embedding, although config.json ties the two: then `transformers`
+        takes the stored one. Most stored heads of tied models are copies."""
+        head, embed = (self._stored.get(self._source(f"{name}.weight").name) for name in ("head", "embed"))
+        if head is None or embed is None:
+            return False
+        shape = self._files.shape(embed)
+        if len(shape) != 2:  # damaged, which is said where shapes are compared
+            return False
+        if self._files.shape(head) != shape or not {self._files.dtype(head), self._files.dtype(embed)} <= set(_FLOATS):
+            return True
+        for start in range(0, shape[0], _COMPARED_ROWS):
+            rows = (slice(start, min(start + _COMPARED_ROWS, shape[0])), slice(0, shape[1]))
+            if not torch.equal(self._files.read(head, rows).float(), self._files.read(embed, rows).float()):
+                return True
+        return False
 
     def tokenizer(self) -> Tokenizer | None:
         from shoestring.model.tokenizer import Tokenizer
