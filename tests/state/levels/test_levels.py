@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import itertools
 import os
 import re
@@ -21,11 +22,11 @@ import torch
 from toy_run import SETTINGS, checkpointer, fingerprint, history, make_run, step, train
 
 from shoestring.errors import UserError
-from shoestring.host.arena import Arena
+from shoestring.host.arena import Arena, lock_file
 from shoestring.runlog import RunLog
 from shoestring.state.checkpoint import Checkpointer, latest_step, step_folder
 from shoestring.state.levels import remote, snapshot
-from shoestring.state.levels.agent import agent_pid
+from shoestring.state.levels.agent import DRAIN_LOCK, agent_pid
 from shoestring.state.levels.checkpointer import LevelCheckpointer
 from shoestring.state.levels.events import read_events
 from shoestring.state.levels.host_folder import arena_files, host_folder, host_name
@@ -135,6 +136,14 @@ def test_memory_that_is_gone_and_a_state_that_does_not_fit(tmp_path: Path) -> No
         path.unlink()
     run, parts = make_run()
     assert checkpointer(tmp_path / "run").resume(run, parts) is False
+
+
+@pytest.mark.usefixtures("no_agent")
+def test_a_run_resumes_from_memory_while_the_agent_writes(tmp_path: Path) -> None:
+    begin(tmp_path / "run", 5).let_go()
+    with lock_file(host_folder(tmp_path / "run") / DRAIN_LOCK, fcntl.LOCK_EX) as free:
+        assert free
+        assert resumed(tmp_path / "run")[1] == EXPECTED[5]
 
 
 @pytest.mark.parametrize("host", [host_name(), "lost"])

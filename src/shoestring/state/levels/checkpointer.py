@@ -186,7 +186,8 @@ class LevelCheckpointer:
         run.mesh.barrier()
         for place in self._places():
             self._forget_newer(place, run, step - 1)
-        self._set_aside(run, step)
+        with self._no_drain(run.mesh):
+            self._set_aside(run, step)
         self._set_aside_remote(run, step)
         self.saved_step = None
         run.mesh.barrier()
@@ -322,9 +323,11 @@ class LevelCheckpointer:
         for place in arenas:
             self._forget_newer(place, run, run.step)
         # Also those that are incomplete or damaged: retention would count them and delete older ones that are sound.
-        for kept in self._set_aside(run, run.step + 1):
-            if run.log is not None:
-                run.log.say(f"a newer checkpoint is set aside as {kept}")
+        # What the agent is writing now is waited for only where it may be the version that was left.
+        with self._no_drain(run.mesh) if self.resume_from == "previous" else contextlib.nullcontext():
+            aside = self._set_aside(run, run.step + 1)
+        for kept in aside if run.log is not None else ():
+            run.log.say(f"a newer checkpoint is set aside as {kept}")
         if self.resume_from == "previous":
             self._set_aside_remote(run, run.step + 1)
             self.resume_from = "newest"  # for a later rollback
@@ -436,8 +439,7 @@ class LevelCheckpointer:
                 folders += [self.folder, *lost]
             return [kept for folder in folders for kept in set_aside_from(folder, step)]
 
-        with self._no_drain(run.mesh):
-            return everyone(run.mesh, agree(run.mesh, own))
+        return everyone(run.mesh, agree(run.mesh, own))
 
     def _set_aside_remote(self, run: RunLike, step: int) -> None:
         url, timeout = self.settings.levels.remote, self.settings.levels.remote_timeout_s
