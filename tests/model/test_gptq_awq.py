@@ -15,6 +15,7 @@ from shoestring.errors import UserError
 from shoestring.formats import convert, pack, parse_format
 from shoestring.model import Decoder, load_model, save_model
 from shoestring.model.export import export_model
+from shoestring.model.gptq_awq import save_gptq_awq
 from tiny import GPT2, LLAMA, from_hf_names, logits, random_model, tiny_tokenizer
 
 SPEC = replace(LLAMA, d_model=64, head_dim=16, d_ff=96, qkv_bias=True, model_type="qwen2")
@@ -163,6 +164,24 @@ def test_refusals(method: str, rules: list[tuple[str, str]], message: str, tmp_p
     with pytest.raises(UserError, match=message):
         export_model(tmp_path / "p", tmp_path / "out", method)
     assert not (tmp_path / "out").exists()
+
+
+def test_biases_of_zeros_that_old_packers_added(tmp_path: Path) -> None:
+    """AutoGPTQ gave every layer a bias, also where the model has none (Llama-2-7B-Chat-GPTQ)."""
+    model = random_model(SPEC)
+    convert(model, [("*", parse_format("int4:g32"))])
+    pack(model)
+    folder = save_gptq_awq(tmp_path / "out", model, method="gptq", dtype=torch.float32)
+    tensors = load_file(folder / "model.safetensors")
+    modules = [name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")]
+    added = {f"{m}.bias": torch.zeros(tensors[f"{m}.scales"].shape[1]) for m in modules}
+    added = {name: zeros for name, zeros in added.items() if name not in tensors}  # q, k and v have their own
+    save_file({**tensors, **added}, folder / "model.safetensors")
+    assert torch.equal(logits(load_model(folder).model), logits(model))
+    added["model.layers.1.mlp.down_proj.bias"][3] = 1
+    save_file({**tensors, **added}, folder / "model.safetensors")
+    with pytest.raises(UserError, match=r"'model\.layers\.1\.mlp\.down_proj\.bias' has no place"):
+        load_model(folder)
 
 
 def test_models_without_such_layers(tmp_path: Path) -> None:

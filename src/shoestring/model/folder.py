@@ -211,13 +211,19 @@ class _FolderSource:
                 f"({len(missing)} in all) although config.json asks for it; {remedy}"
             )
         for name, stored in self._stored.items():
-            if hf_names.is_constant(self.spec, name):
+            if hf_names.is_constant(self.spec, name) or self._is_zero_bias(stored):
                 continue
             if not set(hf_names.targets_of(self.spec, name, packed=self._packed)) & expected:
                 raise UserError(
                     f"{self.folder}: tensor {stored!r} has no place in the model that config.json describes; "
                     "correct config.json (num_hidden_layers, biases, model_type?)"
                 )
+
+    def _is_zero_bias(self, stored: str) -> bool:
+        """Whether it is a bias that does nothing: packers of older GPTQ folders gave every layer one, all zeros."""
+        if not isinstance(self._files, GptqAwqFiles) or not stored.endswith(".bias"):
+            return False
+        return stored.removesuffix(".bias") in self._files.formats and not bool(self._files.read(stored).any())
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Ours, not the stored one: transposed, and the rows that are ours."""
