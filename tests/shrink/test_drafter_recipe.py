@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ import torch
 
 from shoestring.cli.app import run_cli
 from shoestring.errors import UserError
-from shoestring.model import Decoder, load_model
+from shoestring.formats import convert, pack, parse_format
+from shoestring.model import Decoder, ModelSpec, load_model, save_model
+from shoestring.model.spec import Experts
 from shoestring.runlog import read_jsonl
 from shoestring.serve import Engine, Sampling, open_drafter
 from shoestring.serve.engine.request import Request
@@ -27,6 +30,7 @@ from shoestring.shrink.drafter_model import first_layers, frequent_tokens, fresh
 from shoestring.state.checkpoint import Checkpointer
 from shoestring.train.data import TokenData
 from shoestring.train.shards import TokenShards
+from tiny import random_model
 
 SMALL = [
     "model=target", "num_prompts=48", "prompt_tokens=8", "new_tokens=40", "layers=1", "batch=8",
@@ -220,6 +224,52 @@ def test_first_layers_are_the_targets_weights(here: Path) -> None:
     for bad in (0, 3):
         with pytest.raises(UserError, match="1 to 2"):
             first_layers(target, bad)
+
+
+LAYERED = ModelSpec(
+    vocab_size=96, d_model=64, num_layers=8, num_heads=4, num_kv_heads=2, head_dim=16, d_ff=96, max_positions=64,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        replace(LAYERED, model_type="smollm3", no_rope_layers=(1, 3, 7)),
+        replace(LAYERED, model_type="qwen2", qkv_bias=True, sliding_window=4, full_layers=(0, 1, 5)),
+        replace(
+            LAYERED,
+            model_type="qwen3_moe",
+            qk_norm=True,
+            experts=Experts(4, 2, 32, renormalize=False, dense_layers=(0, 6)),
+        ),
+    ],
+    ids=lambda spec: spec.model_type,
+)
+@pytest.mark.parametrize("num_layers", [1, 3])
+def test_first_layers_of_a_model_whose_layers_differ(spec: ModelSpec, num_layers: int, tmp_path: Path) -> None:
+    """The drafter can be saved: nothing is said of layers that it has not."""
+    target = random_model(spec)
+    drafter = first_layers(target, num_layers)
+    loaded = load_model(save_model(tmp_path / "m", drafter)).model
+    tokens = torch.arange(20)[None]
+    x = target.embed_inputs(tokens)
+    with torch.no_grad():
+        for block, args in zip(target.blocks[:num_layers], target.block_args(20, x.device), strict=False):
+            x = block(x, *args)
+        want = target.read_logits(target.final_hidden(x))
+        torch.testing.assert_close(drafter(tokens), want)
+        torch.testing.assert_close(loaded(tokens), want)
+
+
+def test_first_layers_of_a_packed_model() -> None:
+    """With its embedding, which shrink/ptq packs unless it is told not to."""
+    target = random_model(LAYERED)
+    convert(target, [("*", parse_format("int4:g32")), ("embed", parse_format("int8:g0"))])
+    pack(target)
+    drafter = first_layers(target, 2)
+    for name in ("embed", "blocks.1.mlp.down"):
+        theirs = target.get_submodule(name).effective_weight(torch.float32)
+        assert torch.equal(drafter.get_submodule(name).weight, theirs)
 
 
 def test_a_fresh_drafter_has_the_targets_tokens(here: Path) -> None:

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from shoestring.errors import UserError
-from shoestring.formats import FormatLinear
+from shoestring.formats import FormatHost
 from shoestring.model import Decoder, ModelSpec, Tokenizer, save_model
 from shoestring.model.parallel import init_weights
 from shoestring.runlog import write_atomically
@@ -38,18 +38,36 @@ def first_layers(target: Decoder, num_layers: int) -> Decoder:
             f"layers={num_layers}: a drafter takes 1 to {target.spec.num_layers - 1} of the target's "
             f"{target.spec.num_layers} layers"
         )
-    drafter = Decoder(replace(target.spec, num_layers=num_layers))
+    drafter = Decoder(_cut(target.spec, num_layers))
     theirs = dict(target.named_modules())
     state = target.state_dict()
     with torch.no_grad():
         for name, param in drafter.named_parameters():
             owner, _, leaf = name.rpartition(".")
             module = theirs[owner]
-            if leaf == "weight" and isinstance(module, FormatLinear):
+            if leaf == "weight" and isinstance(module, FormatHost):
                 param.copy_(module.effective_weight(torch.float32))
             else:
                 param.copy_(state[name])
     return drafter
+
+
+def _cut(spec: ModelSpec, num_layers: int) -> ModelSpec:
+    """The spec of the first layers: what it says of single layers, it says of these only."""
+
+    def kept(layers: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(i for i in layers if i < num_layers)
+
+    experts = spec.experts
+    if experts is not None:
+        experts = replace(experts, dense_layers=kept(experts.dense_layers))
+    return replace(
+        spec,
+        num_layers=num_layers,
+        no_rope_layers=kept(spec.no_rope_layers),
+        full_layers=kept(spec.full_layers),
+        experts=experts,
+    )
 
 
 def fresh(target: ModelSpec, *, num_layers: int, d_model: int, head_dim: int = 64, seed: int = 0) -> Decoder:
