@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import shutil
 import time
 from collections.abc import Iterator
@@ -11,13 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from shoestring.errors import UserError, room
+from shoestring.host.arena import lock_file
 from shoestring.json_files import read_object
 from shoestring.report import Table
 from shoestring.state.checkpoint_files import NEW, OLD, hidden, replace_folder, sync
-from shoestring.state.levels.agent import agent_pid, read_status
+from shoestring.state.levels.agent import Agent, agent_pid, read_status
 from shoestring.state.levels.drain import drain
 from shoestring.state.levels.events import read_events
 from shoestring.state.levels.host_folder import (
+    AGENT_LOCK,
     NOT_STOPPED,
     STOP,
     ArenaCopy,
@@ -25,6 +28,7 @@ from shoestring.state.levels.host_folder import (
     host_folder,
     host_name,
     reading,
+    remove_host_folder,
     trainers_alive,
 )
 from shoestring.state.levels.policy import EXPLAINED, Cost, Interval, IntervalPlan, explain
@@ -187,17 +191,20 @@ def stop_agent(run: Path) -> str:
         if any(trainers_alive(folder)):
             raise UserError(f"{run} is being trained: stop the trainer first (Ctrl-C saves)")
         if agent_pid(folder) is None:
-            from shoestring.state.levels.host_folder import remove_host_folder
-
-            remove_host_folder(folder)
-            return f"no agent was running; freed {folder}"
+            agent = Agent(folder)
+            with lock_file(folder / AGENT_LOCK, fcntl.LOCK_EX) as free:
+                if not free or not agent.write_all():
+                    why = agent.why_not() if free else "an agent has just started"
+                    raise UserError(f"{why}; nothing in memory was freed: stop again when it can be written")
+                remove_host_folder(folder)
+            return f"no agent was running; wrote what was in memory to {run / 'checkpoints'} and freed {folder}"
         answer = folder / NOT_STOPPED
         answer.unlink(missing_ok=True)
         (folder / STOP).touch()
         deadline = time.monotonic() + 120
         while folder.is_dir() and time.monotonic() < deadline:
             if answer.exists():
-                why = answer.read_text()
+                why = answer.read_text() or "the disk is full"  # so full that this could not be written to it
                 raise UserError(f"{why}; nothing in memory was freed: stop again when it can be written")
             time.sleep(0.05)
         if folder.is_dir():

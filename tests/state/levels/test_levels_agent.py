@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import threading
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -15,12 +16,17 @@ from toy_run import checkpointer, fingerprint, history, make_run, train
 
 from shoestring.cli.ckpt_tables import stop_agent
 from shoestring.errors import UserError
+from shoestring.host.arena import Arena
 from shoestring.state.checkpoint import Checkpointer, latest_step
 from shoestring.state.levels import agent as agent_module
+from shoestring.state.levels import drain as drain_module
 from shoestring.state.levels.agent import Agent, AgentConfig
 from shoestring.state.levels.checkpointer import LevelCheckpointer
+from shoestring.state.levels.drain import drain, newest_complete_share, share_copy
 from shoestring.state.levels.host_folder import (
     AGENT_CONFIG,
+    NOT_STOPPED,
+    STOP,
     arena_files,
     host_folder,
     host_name,
@@ -49,8 +55,18 @@ def trained(folder: Path, steps: int) -> LevelCheckpointer:
     return saver
 
 
-def agent_of(run: Path, remote: str | None = None) -> Agent:
-    config = AgentConfig(str(run / "checkpoints"), host_name(), [0], 1, keep={"last": 2}, remote=remote)
+def in_time(agent: Agent) -> None:
+    """Run it; one that does not end is an error, not a test that hangs."""
+    work = threading.Thread(target=agent.run, daemon=True)
+    work.start()
+    work.join(60)
+    agent.asked_to_end = True
+    assert not work.is_alive()
+
+
+def agent_of(run: Path, remote: str | None = None, idle: float = 1800.0) -> Agent:
+    checkpoints = str(run / "checkpoints")
+    config = AgentConfig(checkpoints, host_name(), [0], 1, agent_idle=idle, keep={"last": 2}, remote=remote)
     (host_folder(run) / AGENT_CONFIG).write_text(json.dumps(asdict(config)))
     return Agent(host_folder(run))
 
@@ -63,7 +79,7 @@ def test_memory_that_cannot_be_written_is_not_freed_by_a_stop(tmp_path: Path, mo
     (run / "checkpoints").touch()  # nothing can be written below it
     agent = agent_of(run)
     monkeypatch.setattr("shoestring.cli.ckpt_tables.agent_pid", lambda folder: 1)
-    work = threading.Thread(target=agent.run)
+    work = threading.Thread(target=agent.run, daemon=True)
     work.start()
     try:
         for _ in range(2):  # the second one tries again at once
@@ -74,11 +90,102 @@ def test_memory_that_cannot_be_written_is_not_freed_by_a_stop(tmp_path: Path, mo
         assert "wrote what was in memory" in stop_agent(run)
     finally:
         agent.asked_to_end = True
-        work.join()
+        work.join(60)
     assert not host_folder(run).exists() and latest_step(run / "checkpoints") == 5
     again, parts = make_run()
     assert Checkpointer(run / "checkpoints", every=0).resume(again, parts)
     assert fingerprint(again, parts) == history(5)[5]
+
+
+def test_a_damaged_newest_version_does_not_keep_memory_from_being_freed(tmp_path: Path) -> None:
+    """It can never be written: the newest that is sound goes to disk instead."""
+    run = tmp_path / "run"
+    trained(run, 5).let_go()
+    shutil.rmtree(run / "checkpoints", ignore_errors=True)
+    agent = agent_of(run)
+    newest = next(c for c in agent.copies() if c.copy.step == 5)
+    arena = Arena.open(newest.path)
+    view = arena.slot_view(newest.slot)
+    view[7] ^= 1
+    view.release()
+    arena.close()
+    (host_folder(run) / STOP).touch()
+    in_time(agent)
+    assert not host_folder(run).exists() and latest_step(run / "checkpoints") == 4
+    assert "damaged" in agent.status.errors[-1] and len(agent.status.errors) == 1
+    again, parts = make_run()
+    assert Checkpointer(run / "checkpoints", every=0).resume(again, parts)
+    assert fingerprint(again, parts) == history(4)[4]
+
+
+def test_what_is_pruned_is_not_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a crash a host writes its share of every version in memory, which may be more than are to be kept."""
+    run = tmp_path / "run"
+    trained(run, 5).let_go()
+    shutil.rmtree(run / "checkpoints", ignore_errors=True)
+    agent = agent_of(run)
+    num_versions = len({c.copy.key for c in agent.copies()})
+    written: list[Path] = []
+    monkeypatch.setattr(
+        agent_module, "drain", lambda entries, target, pool: written.append(target) or drain(entries, target, pool)
+    )
+    config = replace(agent._config(), world_size=2, keep={"last": 1})
+    for _ in range(3):
+        agent._drain_due(config, everything=True)
+    assert num_versions > 1 and len(written) == num_versions
+    assert latest_step(run / "checkpoints") == 5 and len(list((run / "checkpoints").glob("step-*"))) == 1
+
+
+def test_memory_is_kept_beyond_agent_idle_while_it_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    trained(run, 5).let_go()
+    shutil.rmtree(run / "checkpoints", ignore_errors=True)
+    (run / "checkpoints").touch()
+    agent = agent_of(run, idle=0.0)
+    looks = 0
+
+    def look(config: AgentConfig) -> None:
+        nonlocal looks
+        looks += 1
+        if looks == 3:
+            assert arena_files(host_folder(run))
+            (run / "checkpoints").unlink()
+            agent._failed.clear()  # as if the time until the next try were over
+
+    monkeypatch.setattr(agent, "_upload", look)  # the last thing of every turn
+    in_time(agent)
+    assert looks == 4 and not host_folder(run).exists() and latest_step(run / "checkpoints") == 5
+    assert [e for e in agent.status.errors if "is kept" in e] == agent.status.errors[-1:]
+
+
+def test_a_stop_without_an_agent_writes_what_is_in_memory(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    trained(run, 5).let_go()
+    shutil.rmtree(run / "checkpoints", ignore_errors=True)
+    (run / "checkpoints").touch()
+    agent_of(run)  # its settings only: it was killed
+    with pytest.raises(UserError, match=r"step 5 could not be written.*nothing in memory was freed"):
+        stop_agent(run)
+    (run / "checkpoints").unlink()
+    assert "wrote what was in memory" in stop_agent(run)
+    assert not host_folder(run).exists() and latest_step(run / "checkpoints") == 5
+
+
+def test_a_full_disk_that_has_the_arenas_too_does_not_end_the_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_host_folder(host_folder(tmp_path / "run"))
+    agent = agent_of(tmp_path / "run")
+    (agent.folder / STOP).touch()
+
+    def full(self: Path, text: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    assert agent._refuse_to_stop() is False
+    assert (agent.folder / NOT_STOPPED).exists() and not (agent.folder / STOP).exists()
 
 
 def test_an_agent_sweeps_what_it_left_and_not_what_other_hosts_write(tmp_path: Path) -> None:
@@ -143,7 +250,9 @@ def test_a_step_that_was_written_again_is_uploaded_again(tmp_path: Path) -> None
     assert agent_module._folder_id(folder) != before
 
 
-def test_a_host_keeps_its_share_of_what_is_complete_while_another_is_late(tmp_path: Path) -> None:
+def test_a_host_keeps_its_share_of_what_is_complete_while_another_is_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make_host_folder(host_folder(tmp_path / "run"))
     agent, hosts = agent_of(tmp_path / "run"), tmp_path / "run" / "checkpoints" / "hosts"
     config = agent._config()
@@ -166,3 +275,7 @@ def test_a_host_keeps_its_share_of_what_is_complete_while_another_is_late(tmp_pa
     write("late", 1, 50)
     agent._prune(config, hosts / host_name())
     assert sorted(p.name[-2:] for p in (hosts / host_name()).iterdir()) == ["40", "50"]
+    monkeypatch.setattr(drain_module, "share_copy", lambda m: read.append(m["step"]) or share_copy(m))
+    read: list[int] = []
+    assert newest_complete_share(hosts.parent) == 50
+    assert read == [50, 50]  # with many hosts the manifests of older steps are many, too

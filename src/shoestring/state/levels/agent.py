@@ -6,8 +6,9 @@ It watches the arenas in FOLDER (host_folder.py). A version that is meant for di
 host has committed it. When a trainer dies, the newest versions in memory are written too, so that a host that goes down
 later has lost nothing more. A version meant for remote storage is uploaded from disk, with deadlines of our own. The
 agent ends when the run has finished, when it is told to stop, or when no trainer has come back for `agent_idle`
-seconds; it then deletes the arenas. It runs in a session of its own, because torchrun ends the process group of a
-worker it restarts. No torch here: it starts in a tenth of a second and takes 20 MB.
+seconds; it then deletes the arenas, unless a version in them could not be written to disk. It runs in a session of its
+own, because torchrun ends the process group of a worker it restarts. No torch here: it starts in a tenth of a second
+and takes 20 MB.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from shoestring.errors import UserError
 from shoestring.host.arena import MOST_SLOTS, PAGE, lock_file
 from shoestring.json_files import read_object
 from shoestring.state.checkpoint_files import HOST_MANIFEST, MANIFEST
-from shoestring.state.levels.drain import DRAINING, HOSTS, drain, newest_complete_share, target_of
+from shoestring.state.levels.drain import DRAINING, HOSTS, DamagedCopyError, drain, newest_complete_share, target_of
 from shoestring.state.levels.host_folder import (
     AGENT_CONFIG,
     AGENT_LOCK,
@@ -89,6 +90,9 @@ class Agent:
         self._records: bytes | None = None
         self._copies: list[ArenaCopy] = []
         self._failed: dict[tuple[int, str], float] = {}
+        self._done: set[tuple[int, str]] = set()  # on disk, and maybe deleted again because newer ones are there
+        self._damaged: set[tuple[int, str]] = set()
+        self._kept = False
         self._last_life = time.monotonic()
 
     def run(self) -> None:
@@ -109,8 +113,10 @@ class Agent:
                 return
             if stopping and not finished and not written:
                 stopping = self._refuse_to_stop()
-            idle = time.monotonic() - self._last_life
-            if finished or stopping or (not any(alive) and idle > config.agent_idle):
+            idle = not any(alive) and time.monotonic() - self._last_life > config.agent_idle
+            if idle and not written and not (finished or stopping):
+                self._keep(config)
+            elif finished or stopping or idle:
                 if self.uploading is not None:
                     self._wait_for_upload(config)
                 if finished:  # its last state went to disk directly
@@ -133,9 +139,30 @@ class Agent:
 
     def _refuse_to_stop(self) -> bool:
         """False: what is in memory could not be written, and may be the only copy. Whoever asked is told."""
-        (self.folder / STOP).write_text(self.status.errors[-1] if self.status.errors else "the disk is in use")
+        with contextlib.suppress(OSError):  # arenas that did not fit into memory lie on that disk, too
+            (self.folder / STOP).write_text(self.why_not())
         (self.folder / STOP).replace(self.folder / NOT_STOPPED)
         return False
+
+    def why_not(self) -> str:
+        """What kept the last version from being written."""
+        return self.status.errors[-1] if self.status.errors else "the disk is in use"
+
+    def _keep(self, config: AgentConfig) -> None:
+        """No trainer came back for `agent_idle` seconds, and what is in memory is nowhere else: told once."""
+        if not self._kept:
+            self._kept = True
+            self._note_error(
+                f"{self.why_not()}; {self.folder} is kept beyond {config.agent_idle:g} s: it is freed when it can be "
+                "written"
+            )
+
+    def write_all(self) -> bool:
+        """What a stop writes, without a process of its own: whether nothing in memory is left to write."""
+        config = self._config()
+        if config is None or (self.folder / FINISHED).exists():
+            return True
+        return self._drain_due(config, everything=True, now=True)
 
     def _config(self) -> AgentConfig | None:
         try:
@@ -162,30 +189,40 @@ class Agent:
         ranks = set(config.local_ranks)
         ready = [k for k in sorted(versions, reverse=True) if {e.copy.rank for e in versions[k]} >= ranks]
         if not everything:
-            ready = [k for k in ready if "disk" in versions[k][0].copy.levels][:1]
-        elif len(ranks) == config.world_size:
-            ready = ready[:1]  # the whole state is here: the newest says it all
+            ready = [k for k in ready if "disk" in versions[k][0].copy.levels]
+        # Where the whole state is here, the newest says it all; else another host may lack it.
+        one_will_do = not everything or len(ranks) == config.world_size
         written = True
         for key in ready:
-            if not now and time.monotonic() - self._failed.get(key, -RETRY_S) < RETRY_S:
+            if key in self._damaged or (key in self._done and not now):
+                pass
+            elif not now and time.monotonic() - self._failed.get(key, -RETRY_S) < RETRY_S:
                 written = False
-                continue
-            with lock_file(self.folder / DRAIN_LOCK, fcntl.LOCK_EX) as free:
-                # Not free: the trainer is writing a checkpoint itself.
-                written &= free and self._drain(config, key, versions[key])
+            else:
+                with lock_file(self.folder / DRAIN_LOCK, fcntl.LOCK_EX) as free:
+                    # Not free: the trainer is writing a checkpoint itself.
+                    written &= free and self._drain(config, key, versions[key])
+            if one_will_do and key not in self._damaged:
+                break
         return written
 
     def _drain(self, config: AgentConfig, key: tuple[int, str], entries: list[ArenaCopy]) -> bool:
+        """Whether nothing is left to do: the version is on disk, or can never be written."""
         target = target_of(entries, Path(config.checkpoints), config.host)
         if is_there(target, key[1]):
+            self._done.add(key)
             return True
         began = time.monotonic()
         try:
             num_bytes = drain(entries, target, self.pool)
         except (UserError, OSError) as error:
-            self._failed[key] = time.monotonic()
             self._note_error(f"step {key[0]} could not be written to {target}: {error}")
+            if isinstance(error, DamagedCopyError):
+                self._damaged.add(key)
+                return True
+            self._failed[key] = time.monotonic()
             return False
+        self._done.add(key)
         self._note_drain("disk", key[0], time.monotonic() - began, num_bytes)
         self._prune(config, target.parent)
         return True

@@ -41,6 +41,10 @@ HOSTS = "hosts"
 NAMES_SUM = "private@names_sum"  # of the whole state, in the share of a host
 
 
+class DamagedCopyError(UserError):
+    """The bytes of a copy in memory are not those that were saved: it can never be written."""
+
+
 def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
@@ -68,7 +72,7 @@ def drain(entries: Sequence[ArenaCopy], target: Path, pool: ThreadPoolExecutor) 
                 if arena is None:
                     raise UserError(f"{entry.path} has another version by now")
                 if (damage := damage_of(arena, entry, pool)) is not None:
-                    raise UserError(damage)
+                    raise DamagedCopyError(damage)
                 values.update(entry.copy.values)
                 _write_part(arena, entry, temp, parts, tensors)
             values |= {LIFE: entries[0].copy.life}
@@ -142,11 +146,20 @@ def _boxes(tensor: dict[str, Any]) -> list[Box]:
 
 
 def newest_complete_share(checkpoints: Path) -> int | None:
-    """The newest step of which the shares of all hosts, as far as they can be seen here, are everything."""
-    shares: dict[tuple[int, str], list[HeldCopy]] = defaultdict(list)
-    for path in (checkpoints / HOSTS).glob(f"*/step-*/{HOST_MANIFEST}"):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-            copy = share_copy(json.loads(path.read_bytes()))
-            if path.parent.name == step_name(copy.step):  # not one that was set aside
-                shares[copy.key].append(copy)
-    return next((key[0] for key in sorted(shares, reverse=True) if missing_of(shares[key]) is None), None)
+    """The newest step of which the shares of all hosts, as far as they can be seen here, are everything.
+
+    With many hosts manifests are many megabytes: those of steps before the newest complete one are not read."""
+    found: dict[int, list[Path]] = defaultdict(list)
+    for path in (checkpoints / HOSTS).glob("*/step-*"):
+        if path.name[5:].isdigit():  # not one that was set aside
+            found[int(path.name[5:])].append(path / HOST_MANIFEST)
+    for step in sorted(found, reverse=True):
+        shares: dict[str, list[HeldCopy]] = defaultdict(list)  # by life
+        for path in found[step]:
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+                copy = share_copy(json.loads(path.read_bytes()))
+                if copy.step == step:
+                    shares[copy.life].append(copy)
+        if any(missing_of(copies) is None for copies in shares.values()):
+            return step
+    return None
