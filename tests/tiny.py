@@ -15,6 +15,7 @@ import codecs
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -143,6 +144,22 @@ def chat_tokenizer(chat: bool = True) -> Tokenizer:
     return tokenizer
 
 
+def sentencepiece_fields(**changes: Any) -> dict[str, Any]:
+    """A small SentencePiece-like vocabulary: <unk>, <s>, </s>, 256 bytes, then pieces with scores."""
+    pieces = ["▁t", "he", "▁the", "in", "▁a", "er", "re", "ere", "▁there", "▁", "t", "h", "e", "i", "n", "a", "r"]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), *pieces]
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": [0.0] * 259 + [-float(i) for i in range(len(pieces))],
+        "tokenizer.ggml.token_type": [2, 3, 3, *[6] * 256, *[1] * len(pieces)],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+        **changes,
+    }
+
+
 class ByteTokenizer:
     """Every byte is a token; 0 ends a text."""
 
@@ -155,7 +172,7 @@ class ByteTokenizer:
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         return bytes(ids).decode(errors="replace")
 
-    def stream(self, *, shown: frozenset[int] = frozenset()) -> ByteStream:
+    def stream(self, *, shown: frozenset[int] = frozenset(), after: Sequence[int] = ()) -> ByteStream:
         return ByteStream()
 
 

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from shoestring.errors import UserError
 from shoestring.model.gguf import read_metadata
 from shoestring.model.tokenizer import END_OF_TEXT, Tokenizer
+from tiny import sentencepiece_fields
 
 TEXTS = [
     "def main(argv: list[str]) -> int:\n    return 0\n",
@@ -36,22 +37,6 @@ CHAT = [{"role": "user", "content": "Hi <b>"}, {"role": "assistant", "content": 
 @pytest.fixture(scope="module")
 def trained() -> Tokenizer:
     return Tokenizer.train(TEXTS, 340)
-
-
-def sentencepiece_fields(**changes: Any) -> dict[str, Any]:
-    """A small SentencePiece-like vocabulary: <unk>, <s>, </s>, 256 bytes, then pieces with scores."""
-    pieces = ["▁t", "he", "▁the", "in", "▁a", "er", "re", "ere", "▁there", "▁", "t", "h", "e", "i", "n", "a", "r"]
-    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), *pieces]
-    return {
-        "tokenizer.ggml.model": "llama",
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.scores": [0.0] * 259 + [-float(i) for i in range(len(pieces))],
-        "tokenizer.ggml.token_type": [2, 3, 3, *[6] * 256, *[1] * len(pieces)],
-        "tokenizer.ggml.bos_token_id": 1,
-        "tokenizer.ggml.eos_token_id": 2,
-        "tokenizer.ggml.unknown_token_id": 0,
-        **changes,
-    }
 
 
 def byte_level_fields(pre: str, **changes: Any) -> dict[str, Any]:
@@ -148,6 +133,25 @@ def test_stream_gives_whole_characters_at_once(trained: Tokenizer) -> None:
     stream = trained.stream()
     assert [stream.step(i) for i in ids[:2]] == ["", ""]
     assert stream.finish() == "�"
+
+
+@given(st.data())
+@settings(max_examples=150, deadline=None)
+def test_a_stream_behind_a_prompt_gives_what_the_whole_text_adds(data: st.DataObject) -> None:
+    """A decoder of SentencePiece pieces strips the first space of what it takes for the beginning of a text."""
+    tokenizer = _shared("sentencepiece")
+    prompt = tokenizer.encode(data.draw(st.sampled_from(["the", "in a\n", "the é", "a ", "\n\n", "🙂"])))
+    pieces = st.sampled_from(["▁the", "▁", "er", "</s>", "<0x0A>", "<unk>"]).map(tokenizer.backend.token_to_id)
+    ids = data.draw(st.lists(pieces, max_size=8))
+    stream = tokenizer.stream(after=prompt)
+    text = "".join([*map(stream.step, ids), stream.finish()])
+    assert tokenizer.decode(prompt) + text == tokenizer.decode([*prompt, *ids])
+
+
+def test_a_stream_behind_special_tokens_alone_begins_a_text() -> None:
+    tokenizer = _shared("sentencepiece")
+    stream, the = tokenizer.stream(after=[1, 1]), tokenizer.backend.token_to_id("▁the")
+    assert [stream.step(the), stream.step(the)] == ["the", " the"]
 
 
 # --- files ----------------------------------------------------------------------------------------

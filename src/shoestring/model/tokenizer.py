@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import codecs
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -212,12 +213,15 @@ class Tokenizer:
         with library_errors("the tokenizer cannot decode these ids"):
             return self.backend.decode(list(ids), skip_special_tokens=skip_special)
 
-    def stream(self, *, skip_special: bool = True, shown: frozenset[int] = frozenset()) -> TokenStream | ByteStream:
-        """A decoder that takes one id at a time; special tokens among `shown` are not skipped."""
+    def stream(
+        self, *, skip_special: bool = True, shown: frozenset[int] = frozenset(), after: Sequence[int] = ()
+    ) -> TokenStream | ByteStream:
+        """A decoder that takes one id at a time; special tokens among `shown` are not skipped. `after`: the ids that
+        the text continues, a prompt's. Without them it begins a text, and many decoders strip its first space."""
         skipped = self.special_ids - shown if skip_special else frozenset()
         if isinstance(self.backend.decoder, decoders.ByteLevel):
             return ByteStream(self.token_bytes, skipped)
-        return TokenStream(self, skipped)
+        return TokenStream(self, skipped, after)
 
     @cached_property
     def token_bytes(self) -> Callable[[int], bytes]:
@@ -381,17 +385,20 @@ class ByteStream:
 
 
 class TokenStream:
-    """Ids in, text out: never half a character, and in total exactly `decode` of all ids.
+    """Ids in, text out: never half a character, and in total exactly `decode` of all ids, behind those of `after`.
 
     Text is held back while more ids could still change it: behind a replacement character (the bytes of a character
     that may be unfinished) and inside a run of SentencePiece byte tokens (which are decoded as one run).
     """
 
-    def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int], after: Sequence[int] = ()) -> None:
         self._tokenizer, self._skipped = tokenizer, skipped
-        self._window: list[int] = []  # the ids that were given out last, then those not given out
-        self._num_given = 0
-        self._given = ""  # the text of the first _num_given ids of the window
+        # Not a byte token: bytes that follow would be decoded with it, and a part of a character spoils the whole run.
+        shown = (i for i in reversed(after) if i not in skipped and not self._is_byte(i))
+        # The ids that were given out last, then those not given out.
+        self._window: list[int] = [*itertools.islice(shown, 1)]
+        self._num_given = len(self._window)
+        self._given = tokenizer.decode(self._window, False)  # the text of the first _num_given ids of the window
 
     def step(self, token_id: int) -> str:
         """The text that became certain with this id; often empty, sometimes several characters."""
@@ -399,8 +406,7 @@ class TokenStream:
             return ""
         self._window.append(token_id)
         text = self._tokenizer.decode(self._window, False)
-        name = self._tokenizer.backend.id_to_token(token_id) or ""
-        if text.endswith("\ufffd") or _is_byte_token(name) or len(text) <= len(self._given):
+        if text.endswith("\ufffd") or self._is_byte(token_id) or len(text) <= len(self._given):
             return ""
         fresh = text[len(self._given) :]
         # Keep the ids just given out: decoding depends on what stands before (leading spaces are stripped).
@@ -414,6 +420,9 @@ class TokenStream:
         text = self._tokenizer.decode(self._window, False)[len(self._given) :]
         self._window, self._num_given, self._given = [], 0, ""
         return text
+
+    def _is_byte(self, token_id: int) -> bool:
+        return _is_byte_token(self._tokenizer.backend.id_to_token(token_id) or "")
 
 
 def _is_byte_token(name: str) -> bool:

@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 from naive_decoding import LookupDrafter, naive
 
 from shoestring.errors import UserError
-from shoestring.model import Decoder
+from shoestring.model import Decoder, Tokenizer
 from shoestring.serve import Engine, Request, Sampling
-from tiny import ByteTokenizer, tiny_decoder
+from shoestring.serve.engine.logit_rules import LogitRules, SamplingWithRules, VerifyWithRules
+from shoestring.serve.speculative.verify import verify
+from tiny import ByteTokenizer, sentencepiece_fields, tiny_decoder
 
 cached_decoder = functools.cache(tiny_decoder)
 
@@ -248,6 +250,16 @@ def test_stream_never_yields_half_a_character() -> None:
     # Cut inside the parrot: three of its four bytes came, none of them is text.
     cut = engine.generate([">"], Sampling(max_tokens=num - 2))[0]
     assert (cut.text, cut.finish_reason) == ("äh, 漢字 und ", "length")
+
+
+def test_a_text_goes_on_where_the_prompt_ends() -> None:
+    """Decoders of SentencePiece pieces strip the first space of a text, which the continuation of one must keep."""
+    tokenizer = Tokenizer.from_gguf(sentencepiece_fields())
+    engine = Engine(tiny_decoder(vocab_size=tokenizer.vocab_size), tokenizer, verify=VerifyWithRules(verify))
+    only = LogitRules(bias=((tokenizer.backend.token_to_id("▁the"), 1e4),))
+    for stop in ((), ("xyz",)):
+        (done,) = engine.generate(["in a"], SamplingWithRules(max_tokens=3, stop=stop, rules=only))
+        assert done.text == " the the the"
 
 
 def test_eos_ends_the_text_unless_ignored() -> None:

@@ -44,6 +44,17 @@ def test_rules_follow_their_formulas() -> None:
     assert apply_row_rules(logits, ends, [], [0, 0])[3] == 3.0
 
 
+@pytest.mark.parametrize("penalty", [1e-300, 1e-40, 100.0])
+def test_no_penalty_makes_a_finite_logit_infinite(penalty: float) -> None:
+    """A model whose logits are not finite is broken: the request fails, and prefixes of all others are forgotten."""
+    rules = LogitRules(presence=-2.0, frequency=-2.0, repetition=penalty, bias=((0, 100.0),))
+    logits = torch.tensor([2.0, -1e37, 0.0, 3.0])
+    assert apply_row_rules(logits, rules, prompt=[0, 1, 2], written=[3, 0, 1, 2]).isfinite().all()
+    for broken in (math.nan, math.inf, -math.inf):
+        got = apply_row_rules(torch.tensor([broken, 1.0]), LogitRules(repetition=penalty), [0], []).tolist()
+        assert str(got) == str([broken, 1.0])
+
+
 def test_rules_that_follow_a_text_equal_those_counted_anew() -> None:
     """Row by row of a growing text, drafts that are dropped again included; the prompt is read once."""
     reads = 0

@@ -100,6 +100,21 @@ def test_running_requests_keep_their_tokens_and_go_on_with_the_new_weights(graph
     assert [v for v, _ in requests[0].versions] == [None, V1, V2]
 
 
+def test_an_update_is_not_the_first_admission() -> None:
+    """What a request found in the prefix cache and when it began to run stay those of its arrival."""
+    now = 0.0
+    engine, new = Engine(tiny_decoder(0), chunk=13, block_size=4, clock=lambda: now), tiny_decoder(1)
+    requests = [engine.add(PROMPT[:13], Sampling(max_tokens=9)) for _ in range(2)]  # each is alone in a step
+    for _ in range(4):
+        engine.step()
+    told = [(r.num_cached, r.scheduled_at) for r in requests]
+    now = 7.0
+    engine.update_weights(WeightTarget(engine.model), values_of(new), V1)
+    while engine.busy:
+        engine.step()
+    assert [(r.num_cached, r.scheduled_at) for r in requests] == told == [(0, 0.0), (12, 0.0)]
+
+
 def test_a_text_that_was_paused_during_an_update_names_the_weights_that_continued_it() -> None:
     engine, new = Engine(tiny_decoder(0)), tiny_decoder(1)
     paused = engine.add(PROMPT[:5], Sampling(max_tokens=9))

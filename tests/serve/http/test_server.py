@@ -23,7 +23,7 @@ httpx = pytest.importorskip("httpx")
 from serving import running, wait_for  # noqa: E402
 
 from shoestring.errors import UserError  # noqa: E402
-from shoestring.model import save_model  # noqa: E402
+from shoestring.model import Tokenizer, save_model  # noqa: E402
 from shoestring.serve import Engine, Sampling  # noqa: E402
 from shoestring.serve.engine.logit_rules import SamplingWithRules  # noqa: E402
 from shoestring.serve.http.engine_client import WAKE, EngineClient, OutputCollector  # noqa: E402
@@ -39,7 +39,7 @@ from shoestring.serve.http.engine_thread import kv_usage  # noqa: E402
 from shoestring.serve.http.http_server import _LineFormatter  # noqa: E402
 from shoestring.serve.http.responses import ENCODE, CompletionResponse  # noqa: E402
 from shoestring.serve.http.server import EngineStuck, ServeOptions, Service, listen, main  # noqa: E402
-from tiny import chat_tokenizer, served_model  # noqa: E402
+from tiny import chat_tokenizer, sentencepiece_fields, served_model  # noqa: E402
 
 TEXT = "/v1/completions"
 LONG = {"prompt": "The", "max_tokens": 4000, "ignore_eos": True, "seed": 1}
@@ -331,6 +331,21 @@ def test_the_event_loop_looks_for_requests_between_the_events_of_many_texts() ->
     for number, told in filter(lambda one: one != "a request", order):
         found[number] = found.get(number, "") + told[0].text
     assert found == dict.fromkeys(range(70), "ab")
+
+
+def test_a_text_goes_on_where_the_prompt_ends() -> None:
+    tokenizer = Tokenizer.from_gguf(sentencepiece_fields())
+    the = tokenizer.backend.token_to_id("▁the")
+
+    async def serve() -> str:
+        facts = EngineFacts(300, 64, 16, (0,), True, 100, 100)
+        client = EngineClient(facts, SimpleNamespace(post=lambda _: None), tokenizer, EngineSnapshot())  # type: ignore[arg-type]
+        box = OutputCollector()
+        client.submit([PendingChoice(tokenizer.encode("in a"), SamplingWithRules())], box)
+        client.receive(Report((list(client._open), [""], [the])))
+        return (await box.take())[0].text  # type: ignore[index]
+
+    assert asyncio.run(serve()) == " the"
 
 
 @pytest.mark.parametrize("chat", [False, True])

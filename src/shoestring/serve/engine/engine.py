@@ -92,7 +92,7 @@ class TextCodec(Protocol):
     eos_ids: set[int]
 
     def encode(self, text: str) -> list[int]: ...
-    def stream(self, *, shown: frozenset[int]) -> IncrementalDetokenizer: ...
+    def stream(self, *, shown: frozenset[int], after: Sequence[int]) -> IncrementalDetokenizer: ...
 
 
 class Engine:
@@ -347,7 +347,8 @@ class Engine:
             sampling = replace(sampling, seed=secrets.randbits(63))
         stream = None
         if self.tokenizer is not None and (wants_text or sampling.stop):
-            stream = TextStream(self.tokenizer.stream(shown=sampling.shown_special), sampling.stop)
+            detokenizer = self.tokenizer.stream(shown=sampling.shown_special, after=tokens)
+            stream = TextStream(detokenizer, sampling.stop)
         request = Request(tokens, len(tokens), sampling, next(self._ids), stream, rule)
         self.skip_sets.admit(request)
         return request
@@ -634,7 +635,7 @@ class Engine:
                 note_version(request, self.version)
             self.stats.num_prefix_asked += len(request.tokens)
             self.stats.num_prefix_hits += request.num_computed
-            if request.num_preempted == 0:
+            if request.scheduled_at is None:
                 request.num_cached, request.scheduled_at = request.num_computed, self.clock()
         self.stats.num_steps += bool(scheduled.work)
         self.stats.num_rows += sum(num for _, num in scheduled.work)

@@ -107,8 +107,10 @@ class RuleTensors:
         self._count(written)
         if rules.repetition != 1:
             seen = self._seen.at(drafts)
-            before = out_V[seen]
-            out_V[seen] = torch.where(before > 0, before / rules.repetition, before * rules.repetition)
+            before, most = out_V[seen], torch.finfo(out_V.dtype).max
+            after = torch.where(before > 0, before / rules.repetition, before * rules.repetition)
+            # A penalty near 0 must not make a finite logit infinite: that is how a broken model is told.
+            out_V[seen] = torch.where(before.isfinite(), after.clamp(-most, most), before)
         if rules.presence or rules.frequency:
             token, count_V = self._written.at(drafts), self._count_V
             if drafts:

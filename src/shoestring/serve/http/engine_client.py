@@ -213,7 +213,9 @@ class EngineClient:
         for index, choice in enumerate(choices):
             choice.id = next(self._ids)
             sampling = choice.sampling
-            stream = None if sampling.stop else TextStream(self._tokenizer.stream(shown=sampling.shown_special))
+            stream = None
+            if not sampling.stop:
+                stream = TextStream(self._tokenizer.stream(shown=sampling.shown_special, after=choice.prompt))
             self._open[choice.id] = Reader(collector, index, client, stream)
         self._num_open_of[client] += len(choices)
         self.port.post(("add", choices))
