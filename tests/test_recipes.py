@@ -234,6 +234,9 @@ def test_a_resumed_run_does_not_go_back(cli: Callable[..., str], corpus: Path, t
     assert f"steps=3 is less than the 4 that {run} has done: give 4 or more" in said
     assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == before
     cli("run", "train/dense", f"resume={run}", "steps=4")  # nothing is left to do, and that is fine
+    saved = json.loads((run / "config.json").read_text())
+    saved["config"]["preempt_s"] = 30.0  # without effect here, and refused only where it is given anew
+    (run / "config.json").write_text(json.dumps(saved))
     cli("run", "train/dense", f"resume={run}", "steps=5")
     assert [row["model"] for row in read_jsonl(run / "evals.jsonl")] == ["run, step 4", "run, step 5"]
 

@@ -33,6 +33,7 @@ from shoestring.errors import UserError
 from shoestring.mesh import Mesh
 from shoestring.state.boxes import local_box
 from shoestring.state.checkpoint_files import MANIFEST, NEW, hidden, sweep
+from shoestring.state.levels.drain import HOSTS
 from shoestring.state.levels.retention import Keep, prune_steps
 from shoestring.state.levels.snapshot import local_tensor
 from shoestring.state.manifest import Manifest, decode_value, encode_value
@@ -284,6 +285,19 @@ def step_folders(folder: Path | str) -> list[Path]:
     return sorted((p for p in found if _STEP.fullmatch(p.name) and p.is_dir()), key=_step_of)
 
 
+def shares_in(checkpoints: Path | str) -> list[Path]:
+    """The folders of hosts that hold a share of the state each (checkpoint=auto over several hosts)."""
+    place = Path(checkpoints) / HOSTS
+    found = place.iterdir() if place.is_dir() else ()
+    return sorted(p for p in found if p.is_dir() and not p.is_symlink())
+
+
+def newest_folder(folder: Path | str) -> Path | None:
+    """The newest checkpoint or share of one, whatever state it is in."""
+    shares = [path for host in shares_in(folder) for path in step_folders(host)]
+    return max([*step_folders(folder), *shares], key=_step_of, default=None)
+
+
 def _step_of(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
@@ -459,7 +473,7 @@ class Checkpointer:
 
     def newest(self) -> Path | None:
         """The newest checkpoint, whatever state it is in."""
-        return next(reversed(step_folders(self.folder)), None)
+        return newest_folder(self.folder)
 
     def after_step(self, run: RunLike, parts: dict[str, Any]) -> None:
         """Called by the trainer after every optimizer step; run.step counts the finished steps."""
@@ -487,7 +501,7 @@ class Checkpointer:
     def resume(self, run: RunLike, parts: dict[str, Any]) -> bool:
         """Load the newest checkpoint into the run and its parts; False when there is none."""
         on_main(run.mesh, sweep, self.folder)
-        paths = on_main(run.mesh, step_folders, self.folder)  # rank 0 decides: all load the same one
+        paths = on_main(run.mesh, self._readable)  # rank 0 decides: all load the same one
         if not paths:
             if self.seed is not None:
                 seed_rng(self.seed, run.mesh)
@@ -503,6 +517,17 @@ class Checkpointer:
         if run.log is not None:
             run.log.say(f"the newer checkpoint {paths[-1].name} is set aside as {kept}")
         return True
+
+    def _readable(self) -> list[Path]:
+        """The checkpoints, oldest first; an error where a newer version is there that only checkpoint=auto reads."""
+        paths, newest = step_folders(self.folder), newest_folder(self.folder)
+        if newest is not None and newest not in paths:
+            raise UserError(
+                f"the newest version in {self.folder} is {newest.relative_to(self.folder)}, the share of one host, "
+                f"which checkpoint=fixed cannot read: resume with checkpoint=auto, or delete {self.folder / HOSTS} to "
+                "go on without what is there"
+            )
+        return paths
 
     def _load(self, path: Path, run: RunLike, parts: dict[str, Any], before: Path | None = None) -> None:
         try:

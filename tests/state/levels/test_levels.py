@@ -212,6 +212,27 @@ def test_a_run_whose_only_checkpoint_is_damaged_does_not_start_anew(tmp_path: Pa
 
 
 @pytest.mark.usefixtures("no_agent")
+def test_shares_of_hosts_are_not_taken_for_no_checkpoint(tmp_path: Path) -> None:
+    checkpoints = tmp_path / "run" / "checkpoints"
+    share = checkpoints / "hosts" / "first" / "step-00000005"
+    share.mkdir(parents=True)
+    (share / "host.json").write_text("{")
+    assert checkpointer(tmp_path / "run").newest() == share  # else the lines of metrics would be deleted
+    fixed = Checkpointer(checkpoints, every=0)
+    assert fixed.newest() == share
+    run, parts = make_run()
+    with pytest.raises(
+        UserError, match=r"hosts/first/step-00000005, the share of one host.*checkpoint=auto, or delete"
+    ):
+        fixed.resume(run, parts)
+    with pytest.raises(UserError, match=r"step-00000005 cannot be used.*no other version is there"):
+        checkpointer(tmp_path / "run").resume(run, parts)
+    run.step = 7
+    Checkpointer(checkpoints, every=0).save(run, parts)
+    assert fixed.resume(run, parts)  # the share is older
+
+
+@pytest.mark.usefixtures("no_agent")
 def test_a_run_in_memory_is_not_cut_to_fewer_steps_than_it_has_done(tmp_path: Path) -> None:
     begin(tmp_path / "run", 7).let_go()
     with pytest.raises(UserError, match=r"to end at step 6 and has done 7: give 7 steps or more"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -104,3 +105,17 @@ def test_a_loop_goes_on_where_it_was() -> None:
 def test_settings_that_cannot_work(change: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         check_checkpoints(CheckpointConfig(**{"checkpoint": "auto", **change}))
+
+
+@pytest.mark.parametrize(
+    "saved",
+    [
+        CheckpointConfig(preempt_s=30.0),
+        CheckpointConfig(checkpoint="auto", levels=LevelsConfig(peer_gbps=1.0)),
+        CheckpointConfig(checkpoint="auto", levels=LevelsConfig(xor_set=3, peer="replica")),
+    ],
+)
+def test_a_run_that_was_started_with_settings_without_effect_can_be_resumed(saved: CheckpointConfig) -> None:
+    check_checkpoints(saved, resumed=True)
+    with pytest.raises(UserError, match="is not possible"):
+        check_checkpoints(replace(saved, checkpoint="auto", levels=LevelsConfig(budget=0.0)), resumed=True)

@@ -138,7 +138,7 @@ def pretrain(
     elif cfg.run is not None:
         check_free(Path(cfg.run))
     check_resume_from(to_json(cfg))
-    check_checkpoints(cfg)
+    check_checkpoints(cfg, resumed=cfg.resume is not None)
     pretraining.check_model(cfg, vocab_size=cfg.vocab_size, context=cfg.context)
     check_reducer(cfg, cfg.mesh)
     mesh = open_mesh(cfg.mesh, cfg.device)

@@ -39,12 +39,14 @@ from shoestring.state.checkpoint import (
     check_fits,
     coordinate,
     flatten,
+    newest_folder,
     on_main,
     put_back,
     run_state,
     save_checkpoint,
     seed_rng,
     set_aside_from,
+    shares_in,
     started_anew,
     state_to_fill,
     step_folder,
@@ -82,7 +84,6 @@ from shoestring.state.levels.restore import (
     gather_offers,
     manifest_of,
     offers_here,
-    shares_in,
 )
 from shoestring.state.levels.retention import Keep, prune_steps
 from shoestring.state.levels.settings import CheckpointConfig
@@ -171,7 +172,7 @@ class LevelCheckpointer:
 
     def newest(self) -> Path | None:
         """The newest checkpoint on disk, or else the file of a copy in memory."""
-        on_disk = next(reversed(step_folders(self.folder)), None)
+        on_disk = newest_folder(self.folder)
         if on_disk is not None:
             return on_disk
         return next((c.path for place in self._places() for c in list_copies(place)[0]), None)
@@ -363,7 +364,8 @@ class LevelCheckpointer:
         """A folder with its final name was complete once: where nothing else is left, the run does not start anew."""
 
         def look() -> None:
-            for path in reversed(step_folders(self.folder)):
+            shares = [path for host in shares_in(self.folder) for path in step_folders(host)]
+            for path in [*shares, *reversed(step_folders(self.folder))]:
                 try:
                     folder_copy(path)
                 except UserError as error:

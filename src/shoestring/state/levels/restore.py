@@ -31,10 +31,10 @@ from shoestring.host.checksums import RunningSum
 from shoestring.host.page_locked import StagingBuffers
 from shoestring.mesh import Mesh
 from shoestring.state.boxes import Box, local_box
-from shoestring.state.checkpoint import agree, step_folders
+from shoestring.state.checkpoint import agree, shares_in, step_folders
 from shoestring.state.checkpoint_files import HOST_MANIFEST
 from shoestring.state.files import DTYPE_NAMES, DTYPES
-from shoestring.state.levels.drain import HOSTS, NAMES_SUM
+from shoestring.state.levels.drain import NAMES_SUM
 from shoestring.state.levels.host_folder import ArenaCopy, kind_of, list_copies, reading
 from shoestring.state.levels.snapshot import local_tensor
 from shoestring.state.levels.version import ITEM_BYTES, LIFE, HeldBox, HeldCopy, missing_of, sum_of_names
@@ -95,12 +95,6 @@ def offers_here(arenas: Path, checkpoints: Sequence[Path], host: str) -> tuple[l
             except FileNotFoundError:  # the agent has just deleted it, because there are newer ones
                 continue
     return offers, problems
-
-
-def shares_in(checkpoints: Path) -> list[Path]:
-    """The folders of hosts that hold a share of the state each."""
-    found = (checkpoints / HOSTS).iterdir() if (checkpoints / HOSTS).is_dir() else ()
-    return sorted(p for p in found if p.is_dir() and not p.is_symlink())
 
 
 def open_folder(path: Path) -> SafeReader:

@@ -54,7 +54,8 @@ class CheckpointConfig:
     levels: LevelsConfig = option(LevelsConfig(), "details of checkpoint=auto")
 
 
-def check_checkpoints(cfg: CheckpointConfig) -> None:
+def check_checkpoints(cfg: CheckpointConfig, *, resumed: bool = False) -> None:
+    """`resumed`: settings that have no effect may be those that the run was started with."""
     if not 0 < cfg.levels.budget <= 0.5:
         raise UserError(f"levels.budget={cfg.levels.budget} is not possible; give more than 0 and at most 0.5")
     if cfg.levels.mttf_hours is not None and not 0 < cfg.levels.mttf_hours < math.inf:
@@ -68,10 +69,12 @@ def check_checkpoints(cfg: CheckpointConfig) -> None:
     if cfg.checkpoint == "fixed":
         if cfg.levels != LevelsConfig():
             raise UserError("levels.* are settings of checkpoint=auto: give it too, or leave them out")
-        if cfg.preempt_s is not None:
+        if cfg.preempt_s is not None and not resumed:
             raise UserError(
                 f"preempt_s={cfg.preempt_s:g} is a setting of checkpoint=auto: give it too, or leave it out"
             )
+    if resumed:
+        return
     if cfg.levels.peer_gbps is not None and cfg.levels.peer == "off":
         raise UserError(
             f"levels.peer_gbps={cfg.levels.peer_gbps:g} limits copies to peers, and levels.peer is off: give "
