@@ -12,6 +12,7 @@ torch is imported inside functions: this module sits below everything and must b
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -102,6 +103,34 @@ class Mesh:
         t = torch.tensor(float(flag), device=self.device)
         dist.all_reduce(t, op=dist.ReduceOp.MAX)
         return bool(t.item())
+
+    def begin_any(self, flag: bool) -> Callable[[], bool]:
+        """`any` without a wait: all processes begin at the same point, and call the result at a later one."""
+        if self.world_size == 1:
+            return lambda: flag
+        import torch
+        import torch.distributed as dist
+
+        t = torch.full((), float(flag), device=self.device)
+        work = dist.all_reduce(t, op=dist.ReduceOp.MAX, async_op=True)
+        if self.device.type != "cuda":
+
+            def wait() -> bool:
+                work.wait()
+                return bool(t.item())
+
+            return wait
+        work.wait()  # only the stream does; reading `t` later would wait for all that is on the stream by then
+        copy = torch.empty((), pin_memory=True)
+        copy.copy_(t, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+
+        def wait_for_copy() -> bool:
+            copied.synchronize()
+            return bool(copy.item())
+
+        return wait_for_copy
 
     def barrier(self) -> None:
         if self.world_size > 1:

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from ranks_golden import losses
 
+from shoestring.state.checkpoint import latest_step
+
 SCRIPT = Path(__file__).parent / "ranks_golden.py"
 QWEN = {"qk_norm": True, "qkv_bias": True, "tied": False, "num_kv_heads": 2, "vocab_size": 95, "act": "geglu"}
 GPT2 = {
@@ -79,3 +81,13 @@ def test_a_run_moves_between_meshes(run_ranks: Callable[..., str], tmp_path: Pat
     stayed = run_on_one(tmp_path / "stayed", 12, 1, 1)
     assert len(moved) == len(stayed) == 12
     assert max(abs(a - b) for a, b in zip(moved, stayed, strict=True)) < 1e-5
+
+
+@pytest.mark.ranks
+def test_a_signal_to_one_rank_stops_all_long_before_a_line_of_metrics(
+    run_ranks: Callable[..., str], tmp_path: Path
+) -> None:
+    out = run_ranks(2, Path(__file__).parent / "ranks_stop.py", str(tmp_path))
+    # In step 5: voted on at step 8, read at step 12.
+    assert "RESULT 12 1 stopped at step 12 of 60 and saved" in out
+    assert latest_step(tmp_path / "checkpoints") == 12

@@ -40,6 +40,8 @@ from shoestring.train.step import (
     StepCheckpointer,
 )
 
+VOTE_STEPS = 4  # between votes of several processes on whether to stop
+
 
 def train(
     run: Run,
@@ -130,7 +132,7 @@ def _train(
         raise UserError(f"there is no version from before step {skipped.bad} to go back to; start a new run")
     skipped.begin(run.step)
     newest = checkpointer.newest if checkpointer is not None else lambda: None
-    meter = _Meter(run)
+    meter, vote = _Meter(run), _StopVote(run.mesh)
     watch = GradientWatch(run.model, world_size=run.mesh.world_size)
     run.model.train()
     reducer.begin(run)
@@ -181,8 +183,7 @@ def _train(
                 meter.began = time.perf_counter()
             if checkpointer is not None:
                 checkpointer.after_step(run, parts)
-            # Ranks must stop at the same step: several processes check only when they communicate anyway.
-            if (run.mesh.world_size == 1 or logs_now) and run.mesh.any(interrupted.is_set()):
+            if vote.stops(run.step, interrupted.is_set(), waits=logs_now):
                 watch.check(newest)
                 if not logs_now:
                     meter.flush(norm, reducer.scalars())
@@ -197,6 +198,25 @@ def _global_count(mesh: Mesh, objective: Objective, micros: list[Micro]) -> Tens
         return max(count, 1.0)
     # Stays on the device. fp32 counts exactly to 16M tokens a step.
     return mesh.sum(torch.tensor(count, device=mesh.device, dtype=torch.float32)).clamp(min=1.0)
+
+
+class _StopVote:
+    """Ranks must stop at the same step. They ask each other when they wait for each other anyway, and every VOTE_STEPS
+    steps begin a vote whose result they read at the next one: nobody waits, and a signal to any rank stops all within
+    2 * VOTE_STEPS steps, however rare the lines of metrics are."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self._result: Callable[[], bool] | None = None  # of the last vote
+
+    def stops(self, step: int, asked: bool, *, waits: bool) -> bool:
+        """After every step, on every rank. `waits`: the ranks have just waited for each other."""
+        if self.mesh.world_size == 1 or waits:
+            return self.mesh.any(asked)
+        if step % VOTE_STEPS:
+            return False
+        result, self._result = self._result, self.mesh.begin_any(asked)
+        return result is not None and result()
 
 
 class _Meter:
