@@ -385,7 +385,8 @@ class Resharder:
             name: held[0][1] if len(held) == 1 else torch.cat([t for _, t in held], _stacked_dim(boxes[name], name))
             for name, held in staged.held.items()
         }
-        return {**_without_elements(target, dist.get_rank(), device), **made}
+        others = {name: one for name, one in target.items() if name not in made}  # looking at all would take seconds
+        return {**_without_elements(others, dist.get_rank(), device), **made}
 
     @torch.no_grad()
     def reshard_into(self, tensors: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> None:
