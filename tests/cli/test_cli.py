@@ -146,6 +146,8 @@ def test_bad_values_for_a_good_model(cli: Cli, model_folder: Path, tmp_path: Pat
     bench = ("bench", "serve", model_folder)
     assert_one_line_error(cli(*bench, "--serve-options", "'x"), "--serve-options")
     assert_one_line_error(cli(*bench, "--rate", "0"), "is not a rate")
+    no_url = cli("bench", "serve", "http://[::1", "--rate", 9)
+    assert_one_line_error(no_url, "no OpenAI-compatible server answers at http://[::1")
     assert_one_line_error(cli("generate", model_folder, "the", "--dtype", "int3"), "allowed are auto, fp32")
     for device in ("tpu9", "xpu", "meta"):
         assert_one_line_error(cli("generate", model_folder, "the", "--device", device), "device")
@@ -159,6 +161,11 @@ def test_bad_values_for_a_good_model(cli: Cli, model_folder: Path, tmp_path: Pat
     assert_one_line_error(cli(*rtn, "rules=mlp"), "is not glob=format")
     assert_one_line_error(cli(*rtn, "format=int4:g48"), "48")
     assert_one_line_error(cli("eval", model_folder, "--speed", "--limit", 3), "--limit 3 only applies to --tasks")
+    for option in ("--context", "--stride", "--max-tokens"):
+        ignored = cli("eval", model_folder, "--speed", option, 5)
+        assert_one_line_error(ignored, f"{option} 5 only applies to perplexity")
+    for option in ("--text", "--data"):  # of a shell variable that is not set, say
+        assert_one_line_error(cli("eval", model_folder, option, ""), f"{option} is empty")
     for context in (65, 10**6):  # of more tokens than the model has positions
         wanted = f"context={context} does not fit this model, which has 64 positions; give 2 to 64"
         assert_one_line_error(cli("eval", model_folder, "--data", "nowhere", "--context", context), wanted)
@@ -783,3 +790,10 @@ os.kill(os.getpid(), signal.SIGTERM)
 time.sleep(30)
 """
     assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == code
+
+
+def test_letters_that_the_terminal_does_not_have(model_folder: Path) -> None:
+    argv = [sys.executable, "-m", "shoestring", "generate", str(model_folder), "caf\u00e9 \u65e5", "--max-tokens", "1"]
+    given = {**os.environ, "PYTHONIOENCODING": "latin-1", "PYTHONUTF8": "1"}  # arguments are UTF-8, the output is not
+    done = subprocess.run(argv, capture_output=True, env=given, timeout=300)
+    assert done.returncode == 0 and done.stdout.startswith(b"caf\xe9 ?"), done

@@ -32,6 +32,7 @@ from shoestring.cli.terminal import (
     stoppable,
     stream_text,
     user_lines,
+    write_unprintable_as_question_marks,
 )
 from shoestring.errors import (
     Interrupted,
@@ -459,15 +460,21 @@ def evaluate(
         raise UserError(
             f"--limit {limit} only applies to --tasks; give a task file, or use --max-tokens to read less text"
         )
+    for name, given in (("--text", text), ("--data", data)):
+        if given == "":  # as a path, that would be the folder in which the command runs
+            raise UserError(f"{name} is empty; give what to evaluate on, or leave {name} out")
     for task in tasks or []:
         read_task(task, limit=limit)  # what is wrong with a file is said before the long work
     loaded = _load(model, device, dtype, int8_activations)
+    asked = {"--context": context, "--stride": stride, "--max-tokens": max_tokens}
     context = usual_context(loaded.spec, context)
     tokens, name = text_tokens(loaded, model, text=text, data=data)
     if tokens is None and not tasks and not speed:
         raise UserError(
             f"{model} has no corpus of its own; choose what to evaluate on with --text FILE, --data or --tasks"
         )
+    if tokens is None and (unused := [f"{key} {value}" for key, value in asked.items() if value is not None]):
+        raise UserError(f"{unused[0]} only applies to perplexity; give --text or --data, or leave it out")
     lengths = {"context": context, "stride": stride, "max_tokens": max_tokens}
     rows = [evaluate_row(loaded, model, tokens, name, speed=speed, **lengths)]  # type: ignore[arg-type]
     rows += [measure_task(loaded, model, task, limit) for task in tasks or []]
@@ -744,6 +751,7 @@ def run_cli(argv: list[str] | None = None) -> int:
 
 def main() -> None:
     obey_sigterm_as_first_process(os.getpid())
+    write_unprintable_as_question_marks()
     code = run_cli()
     sys.stdout.flush()
     sys.exit(code)

@@ -5,6 +5,7 @@ Imports what it needs when it needs it, as the command line does, so that --help
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -212,6 +213,12 @@ def obey_sigterm_as_first_process(pid: int) -> None:
     also ends a process that is inside a library."""
     if pid == 1:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))
+
+
+def write_unprintable_as_question_marks() -> None:
+    """Where the terminal's encoding is not UTF-8, a model may write what it has no letter for; that is no error."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="replace")
 
 
 @contextmanager

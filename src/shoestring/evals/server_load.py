@@ -339,7 +339,7 @@ def look_at(url: str, *, api_key: str | None = None) -> Target:
                     "which Shoestring's and vLLM's servers have"
                 )
             answer = tokens.json()
-    except (httpx.HTTPError, ValueError, LookupError) as error:
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError) as error:
         raise UserError(f"no OpenAI-compatible server answers at {url}: {error}") from None
     context = card.get("max_model_len") or answer.get("max_model_len") or 2048
     return Target(url, card["id"], int(context), tuple(answer["tokens"]))
