@@ -317,6 +317,13 @@ def test_the_context_is_the_limit() -> None:
         Engine(model, max_context=65)
 
 
+def test_prompts_may_be_an_array() -> None:
+    engine, sampling, ids = Engine(cached_decoder()), Sampling(max_tokens=3), [[5, 6, 7], [1, 2, 3]]
+    assert engine.generate(torch.tensor(ids), sampling) == engine.generate(ids, sampling)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="one text or a list of token ids"):
+        engine.generate(torch.tensor(ids[0]))  # type: ignore[arg-type]
+
+
 def test_bad_prompts_are_refused_with_the_reason() -> None:
     engine = Engine(cached_decoder())
     for prompt, reason in (([], "empty"), ([1, 29], "token id 29"), ([-1], "token id -1"), ("text", "tokenizer")):

@@ -191,6 +191,8 @@ def test_tiny_temperature_is_greedy_and_finite() -> None:
         {"max_tokens": 0},
         {"stop": ("",)},
         {"stop": (3,)},
+        {"stop": None},
+        {"stop": 3},
     ],
 )
 def test_bad_settings_say_what_is_allowed(bad: dict[str, object]) -> None:

@@ -975,7 +975,7 @@ def context_limit(spec: ModelSpec, max_context: int | None, block_size: int, num
 
 def samplings_for(prompts: Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None) -> list[Sampling | None]:
     """One for each prompt."""
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int)):  # an array has no truth value
         raise UserError("generate() takes a list of prompts; put the single prompt into a list")
     if sampling is None or isinstance(sampling, Sampling):
         return [sampling] * len(prompts)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -54,7 +54,9 @@ class Sampling:
     shown_special: frozenset[int] = frozenset()  # special tokens that the text shows; the others are left out
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        given: object = self.stop
+        if isinstance(given, Iterable):  # what is none is refused below
+            object.__setattr__(self, "stop", (given,) if isinstance(given, str) else tuple(given))
         for name in _ALLOWED:
             check_setting(name, getattr(self, name))
         # Values that mean the same become one, so that other code has one case only.
@@ -80,7 +82,7 @@ _ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "min_p": (lambda x: _is_number(x) and 0 <= x <= 1, "from 0 (off) to 1 (only the likeliest token)"),
     "seed": (lambda x: x is None or (_is_int(x) and -(2**63) <= x < 2**64), "a whole number of at most 64 bits"),
     "max_tokens": (lambda x: _is_int(x) and x >= 1, "1 or more"),
-    "stop": (lambda x: all(isinstance(s, str) and s for s in x), "non-empty strings"),
+    "stop": (lambda x: isinstance(x, Iterable) and all(isinstance(s, str) and s for s in x), "non-empty strings"),
 }
 # Of penalties, which change logits before they are sampled from (logit_rules.py).
 _ALLOWED_PENALTIES: dict[str, tuple[Callable[[Any], bool], str]] = {
