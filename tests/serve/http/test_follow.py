@@ -6,7 +6,7 @@ import json
 import math
 import threading
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,28 @@ def weights_of(step: int) -> Decoder:
         for name, p in model.named_parameters():
             p.add_(0.2 * torch.randn(p.shape, generator=torch.Generator().manual_seed(step + len(name))))
     return model
+
+
+NEW = WeightsVersion("run", 1, "aa")
+
+
+def update_of(model: Decoder, not_after: float = math.inf) -> WeightUpdate:
+    """To the weights of step 1."""
+    target = WeightTarget(model)
+    values = target.prepare({name: {"": p.detach().clone()} for name, p in weights_of(1).named_parameters()})
+    return WeightUpdate(target, values, NEW, not_after)
+
+
+def run_until(thread: EngineThread, happened: Callable[[], bool]) -> None:
+    thread.start()
+    try:
+        wait_for(happened)
+    finally:
+        thread.stop()
+
+
+def versions_of(*choices: PendingChoice) -> list[list[WeightsVersion | None]]:
+    return [[version for version, _ in choice.request.versions] for choice in choices if choice.request]
 
 
 class Trainer:
@@ -169,18 +191,11 @@ def test_weights_that_come_together_are_all_taken_by_an_idle_engine() -> None:
     draft, new = weights_of(9), weights_of(1)
     engine = Engine(served_model(VOCAB), chat_tokenizer(), drafter=DraftModel(draft), num_drafts=2)
     thread = EngineThread(engine, Metrics("tiny"), max_running=2)
-    updates = []
-    for model in (draft, engine.model):
-        target = WeightTarget(model)
-        values = target.prepare({name: {"": p.detach().clone()} for name, p in new.named_parameters()})
-        updates.append(WeightUpdate(target, values, WeightsVersion("run", 1, "aa"), not_after=0.0))
-        thread._updates.put(updates[-1])
+    updates = [update_of(model, not_after=0.0) for model in (draft, engine.model)]
+    for update in updates:
+        thread._updates.put(update)
         thread.post(("update", None))
-    thread.start()
-    try:
-        assert [update.done.wait(20) for update in updates] == [True, True]
-    finally:
-        thread.stop()
+    run_until(thread, lambda: all(update.done.is_set() for update in updates))
     assert all(torch.equal(t, new.state_dict()[n]) for n, t in engine.model.state_dict().items())
 
 
@@ -189,27 +204,19 @@ def test_embeddings_of_one_request_are_of_the_same_weights() -> None:
     thread = EngineThread(Engine(served_model(VOCAB), chat_tokenizer(), chunk=9), Metrics("tiny"), max_running=2)
     found: dict[int, torch.Tensor | None] = {}
     thread.on_report = lambda report: found.update((number, part.vectors_ND) for number, part in report.parts)
-    target = WeightTarget(thread.engine.model)  # type: ignore[union-attr]
-    values = target.prepare({name: {"": p.detach().clone()} for name, p in new.named_parameters()})
-    thread._updates.put(WeightUpdate(target, values, WeightsVersion("run", 1, "aa"), not_after=math.inf))
+    thread._updates.put(update_of(thread.engine.model))  # type: ignore[union-attr]
     for number in (1, 2):  # one text of the first client is computed when the weights come
         job = EmbeddingJob(texts, "mean")
         thread.post(("add", [PendingChoice([], SamplingWithRules(), embedding=job, client=f"{number}", id=number)]))
-    thread.start()
-    try:
-        wait_for(lambda: len(found) == 2)
-    finally:
-        thread.stop()
+    run_until(thread, lambda: len(found) == 2)
     for number, model in ((1, old), (2, new)):
         want = [vectors for text in texts for vectors in embedding_parts(model, [text], "mean", 9)]
         torch.testing.assert_close(found[number], torch.cat(want))
 
 
 def test_a_text_that_has_given_way_ends_with_the_weights_it_began_with() -> None:
-    engine, new = Engine(served_model(VOCAB), chat_tokenizer(), max_requests=2, eos_ids=()), weights_of(1)
-    thread = EngineThread(engine, Metrics("tiny"), max_running=2)
-    target, long = WeightTarget(engine.model), SamplingWithRules(max_tokens=40)
-    values = target.prepare({name: {"": p.detach().clone()} for name, p in new.named_parameters()})
+    engine = Engine(served_model(VOCAB), chat_tokenizer(), max_requests=2, eos_ids=())
+    thread, long = EngineThread(engine, Metrics("tiny"), max_running=2), SamplingWithRules(max_tokens=40)
     greedy = [PendingChoice([5], long, client="greedy", id=i) for i in range(2)]
     other, late = (PendingChoice([5], long, client="other", id=i) for i in (2, 3))
     ended, paused = set[int](), list[int]()
@@ -221,26 +228,19 @@ def test_a_text_that_has_given_way_ends_with_the_weights_it_began_with() -> None
             thread.post(("add", [other]))
         elif lengths[1] == 5:
             paused.extend(choice.id for choice in thread._line)
-            thread._updates.put(WeightUpdate(target, values, WeightsVersion("run", 1, "aa"), not_after=math.inf))
+            thread._updates.put(update_of(engine.model))
             thread.post(("add", [late]))
 
     thread.on_report = follow
     thread.post(("add", greedy))
-    thread.start()
-    try:
-        wait_for(lambda: len(ended) == 4)
-    finally:
-        thread.stop()
+    run_until(thread, lambda: len(ended) == 4)
     assert paused == [1]
-    versions = [[v for v, _ in choice.request.versions] for choice in (*greedy, other, late) if choice.request]
-    assert versions == [[None], [None], [None], [WeightsVersion("run", 1, "aa")]]
+    assert versions_of(*greedy, other, late) == [[None], [None], [None], [NEW]]
 
 
 def test_a_text_is_written_with_the_weights_that_scored_its_prompt() -> None:
-    engine, new = Engine(served_model(VOCAB), chat_tokenizer(), max_requests=1, eos_ids=()), weights_of(1)
-    thread = EngineThread(engine, Metrics("tiny"), max_running=1)
-    target, long = WeightTarget(engine.model), SamplingWithRules(max_tokens=20)
-    values = target.prepare({name: {"": p.detach().clone()} for name, p in new.named_parameters()})
+    engine = Engine(served_model(VOCAB), chat_tokenizer(), max_requests=1, eos_ids=())
+    thread, long = EngineThread(engine, Metrics("tiny"), max_running=1), SamplingWithRules(max_tokens=20)
     first, scored, late = (PendingChoice([5, 6], long, client="one", id=i) for i in range(3))
     scored.score_prompt = 0
     ended, waited = set[int](), list[int]()
@@ -251,19 +251,14 @@ def test_a_text_is_written_with_the_weights_that_scored_its_prompt() -> None:
             thread.post(("add", [scored]))
         elif scored in thread._line and not waited:
             waited.append(scored.id)
-            thread._updates.put(WeightUpdate(target, values, WeightsVersion("run", 1, "aa"), not_after=math.inf))
+            thread._updates.put(update_of(engine.model))
             thread.post(("add", [late]))
 
     thread.on_report = follow
     thread.post(("add", [first]))
-    thread.start()
-    try:
-        wait_for(lambda: len(ended) == 3)
-    finally:
-        thread.stop()
+    run_until(thread, lambda: len(ended) == 3)
     assert waited == [1]
-    versions = [[v for v, _ in choice.request.versions] for choice in (first, scored, late) if choice.request]
-    assert versions == [[None], [None], [WeightsVersion("run", 1, "aa")]]
+    assert versions_of(first, scored, late) == [[None], [None], [NEW]]
 
 
 def test_options() -> None:

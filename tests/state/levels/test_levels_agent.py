@@ -184,7 +184,7 @@ def test_a_full_disk_that_has_the_arenas_too_does_not_end_the_agent(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Path, "write_text", full)
-    assert agent._refuse_to_stop() is False
+    agent._refuse_to_stop()
     assert (agent.folder / NOT_STOPPED).exists() and not (agent.folder / STOP).exists()
 
 

@@ -112,7 +112,8 @@ class Agent:
             if self.asked_to_end:
                 return
             if stopping and not finished and not written:
-                stopping = self._refuse_to_stop()
+                self._refuse_to_stop()
+                stopping = False
             idle = not any(alive) and time.monotonic() - self._last_life > config.agent_idle
             if idle and not written and not (finished or stopping):
                 self._keep(config)
@@ -137,12 +138,11 @@ class Agent:
                 for leftover in place.glob(f"{DRAINING}*"):
                     shutil.rmtree(leftover, ignore_errors=True)
 
-    def _refuse_to_stop(self) -> bool:
-        """False: what is in memory could not be written, and may be the only copy. Whoever asked is told."""
+    def _refuse_to_stop(self) -> None:
+        """What is in memory could not be written, and may be the only copy: whoever asked is told."""
         with contextlib.suppress(OSError):  # arenas that did not fit into memory lie on that disk, too
             (self.folder / STOP).write_text(self.why_not())
         (self.folder / STOP).replace(self.folder / NOT_STOPPED)
-        return False
 
     def why_not(self) -> str:
         """What kept the last version from being written."""
