@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import resource
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +17,7 @@ from shoestring.errors import Interrupted, UserError
 from shoestring.report import Scatter, Table, Text, nice_ticks, place_labels, run_sections, size_scatter, write_report
 from shoestring.runlog import (
     RunLog,
+    append_jsonl,
     check_free,
     check_outputs,
     check_unfinished,
@@ -92,6 +95,42 @@ def test_a_half_written_last_line_is_dropped_but_a_broken_one_is_not(tmp_path: P
     path.write_text('{"step"\n{"step": 2}\n')
     with pytest.raises(UserError, match=r"metrics.jsonl, line 1 is not valid JSON"):
         read_jsonl(path)
+
+
+@pytest.mark.parametrize(("before", "kept"), [('{"step": 2, "lo', []), ("\0\0\0", []), ('{"step": 2}', [{"step": 2}])])
+def test_a_line_behind_half_a_line_is_not_lost(tmp_path: Path, before: str, kept: list[dict[str, int]]) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n' + before)
+    append_jsonl(path, {"step": 3})
+    append_jsonl(path, {"step": 4})
+    assert read_jsonl(path) == [{"step": 1}, *kept, {"step": 3}, {"step": 4}]
+
+
+def test_processes_that_append_at_once_lose_no_line(tmp_path: Path) -> None:
+    path = tmp_path / "all.jsonl"
+    path.write_text('{"from": "a killed pro')
+    program = (
+        "import sys; from pathlib import Path; from shoestring.runlog import append_jsonl\n"
+        "for i in range(100): append_jsonl(Path(sys.argv[1]), {'from': sys.argv[2], 'i': i, 'pad': 'x' * 20_000})"
+    )
+    writers = [subprocess.Popen([sys.executable, "-c", program, str(path), name]) for name in "abc"]
+    assert [writer.wait(120) for writer in writers] == [0, 0, 0]
+    rows = [(row["from"], row["i"]) for row in read_jsonl(path)]
+    assert sorted(rows) == [(name, i) for name in "abc" for i in range(100)]
+
+
+def test_a_full_disk_leaves_no_part_of_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    append_jsonl(path, {"step": 1})
+    whole = path.read_bytes()
+    allowed = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 5, allowed[1]))  # as a full disk: a part can be written
+    try:
+        with pytest.raises(OSError, match="No space left|File too large"):
+            append_jsonl(path, {"step": 2})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, allowed)
+    assert path.read_bytes() == whole
 
 
 def test_folders_that_cannot_be_a_run_or_are_a_damaged_one(tmp_path: Path) -> None:

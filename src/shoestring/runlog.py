@@ -18,15 +18,18 @@ sign-in, offline mode) in their own variables. metrics.jsonl stays the record: a
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import importlib
 import itertools
 import json
 import math
 import os
+import stat
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -416,14 +419,15 @@ def lineage(path: Path) -> list[tuple[Path, dict[str, Any]]]:
     return found[::-1]
 
 
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The objects of a .jsonl file; a last line that a killed process left half-written is dropped."""
+def read_jsonl(path: Path, *, strict: bool = True) -> list[dict[str, Any]]:
+    """The objects of a .jsonl file; a last line that a killed process left half-written is dropped. Without `strict`
+    other broken lines are, too: for files that only inform."""
     if not path.is_file():
         return []
     rows: list[dict[str, Any]] = []
     bad: UserError | None = None
     for number, line in json_lines(path):
-        if bad is not None:
+        if bad is not None and strict:
             raise bad
         try:
             row = parse_json(line, f"{path}, line {number}", "repair or delete it")
@@ -459,8 +463,38 @@ def read_evals(path: Path) -> list[dict[str, Any]]:
 
 
 def append_jsonl(path: Path, row: dict[str, Any]) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        file.write(_line(row))
+    """Append one line, whole or not at all: on a full disk, beside other processes that append, and behind the half of a
+    line that a killed one has left."""
+    line = _line(row).encode()
+    number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+    with os.fdopen(number, "rb", buffering=0) as file:
+        if not stat.S_ISREG(os.fstat(number).st_mode):  # /dev/null, a pipe
+            os.write(number, line)
+            return
+        with suppress(OSError):  # some network file systems have no locks
+            fcntl.flock(number, fcntl.LOCK_EX)
+        end = file.seek(0, os.SEEK_END)
+        if end and os.pread(number, 1, end - 1) != b"\n":
+            file.seek(0)
+            last = file.read().rpartition(b"\n")[2]
+            if _is_object(last):  # written by an editor
+                line = b"\n" + line
+            else:
+                end -= len(last)
+                os.ftruncate(number, end)
+        try:
+            if os.write(number, line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        except OSError:
+            os.ftruncate(number, end)
+            raise
+
+
+def _is_object(line: bytes) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except ValueError:
+        return False
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,23 @@ def test_own_measurements_come_before_shipped_ones(table: PlanTable[Plan]) -> No
         assert known.find("a", "another GPU") == Plan(4)
     assert table.own_file(GPU).name == "product-NVIDIA_H200.json"
     assert [f.name for f in table.own_file(GPU).parent.iterdir()] == ["product-NVIDIA_H200.json"]
+
+
+def test_processes_that_measure_at_once_lose_no_plan(tmp_path: Path) -> None:
+    path = tmp_path / "plans.json"
+
+    def measure(name: str) -> None:
+        for i in range(50):
+            add_plans(path, {f"{name} {i}": Plan(i)}, Plan)
+
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=measure, args=(name,)) for name in "abc"]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert read_plans(path, Plan) == {f"{name} {i}": Plan(i) for name in "abc" for i in range(50)}
+    assert [f.name for f in tmp_path.iterdir()] == ["plans.json"]
 
 
 def test_a_version_has_a_file_of_its_own(table: PlanTable[Plan]) -> None:

@@ -179,3 +179,31 @@ def test_the_heat_map_shows_the_plans(tmp_path: Any) -> None:
     assert found.values == [[0.0, 1.0, 0.0, 1.0], [1.0] * 4]
     assert "step 10: int8" in found.html()
     assert heat_map(tmp_path / "nothing") == []
+
+
+@pytest.mark.parametrize("cut", ["layers", "plan"])
+def test_plans_after_a_crash_in_the_middle_of_a_line(tmp_path: Any, cut: str) -> None:
+    log, path = PlanLog(tmp_path), tmp_path / "plans.jsonl"
+    log.begin(["a", "b"], ["skip", "int8"])
+    if cut == "plan":
+        log.add(0, [0, 1])
+        log.add(10, [1, 1])
+    path.write_bytes(path.read_bytes()[:-9])
+    assert [found.columns for found in heat_map(tmp_path)] == ([["0"]] if cut == "plan" else [])
+    log = PlanLog(tmp_path)
+    log.begin(["a", "b"], ["skip", "int8"])
+    log.add(10, [0, 1])
+    log.add(20, [1, 0])
+    (found,) = heat_map(tmp_path)
+    assert found.columns == (["0", "10", "20"] if cut == "plan" else ["10", "20"])
+    assert [row[-2:] for row in found.values] == [[0.0, 1.0], [1.0, 0.0]]
+
+
+def test_lines_that_are_no_plans_do_not_keep_a_run_from_its_report(tmp_path: Any) -> None:
+    log = PlanLog(tmp_path)
+    log.begin(["a", "b"], ["skip", "int8"])
+    with (tmp_path / "plans.jsonl").open("a") as file:
+        file.write('{"step": 0, "pl{"step": 10, "plan": [1, 1]}\n{"step": 20, "plan": [1, 7]}\n{"plan": [0, 0]}\n[3]\n')
+    log.add(30, [0, 1])
+    (found,) = heat_map(tmp_path)
+    assert found.columns == ["30"]

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import functools
 import json
 import os
@@ -186,14 +187,23 @@ def plans_text(plans: Mapping[str, Any]) -> str:
 
 
 def add_plans(path: Path, plans: Mapping[str, P], plan: type[P]) -> None:
-    """Add plans to a file, atomically."""
+    """Add plans to a file, atomically; what other processes add meanwhile is kept."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = plans_text({**read_plans(path, plan), **plans})
+    folder = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)  # the file itself is replaced, so it cannot be locked
+    try:
+        with contextlib.suppress(OSError):  # some network file systems have no locks
+            fcntl.flock(folder, fcntl.LOCK_EX)
+        _replace(path, plans_text({**read_plans(path, plan), **plans}))
+    finally:
+        os.close(folder)
+
+
+def _replace(path: Path, text: str) -> None:
     handle, partial = tempfile.mkstemp(dir=path.parent, prefix=path.name)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
         Path(partial).replace(path)
-    except OSError:
+    except BaseException:
         Path(partial).unlink(missing_ok=True)
         raise
