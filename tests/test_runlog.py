@@ -126,7 +126,7 @@ def test_a_full_disk_leaves_no_part_of_a_line(tmp_path: Path) -> None:
     allowed = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 5, allowed[1]))  # as a full disk: a part can be written
     try:
-        with pytest.raises(OSError, match="No space left|File too large"):
+        with pytest.raises(OSError, match=r"No space left|File too large"):
             append_jsonl(path, {"step": 2})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, allowed)

@@ -463,8 +463,8 @@ def read_evals(path: Path) -> list[dict[str, Any]]:
 
 
 def append_jsonl(path: Path, row: dict[str, Any]) -> None:
-    """Append one line, whole or not at all: on a full disk, beside other processes that append, and behind the half of a
-    line that a killed one has left."""
+    """Append one line, whole or not at all: on a full disk, beside other processes that append, and behind half a line
+    that a killed one has left."""
     line = _line(row).encode()
     number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
     with os.fdopen(number, "rb", buffering=0) as file:
