@@ -86,7 +86,7 @@ def quality(bits: int) -> list[str]:
         counts = [len({n["config"]["seed"] for n in lines}) for lines in methods]
         said = " and ".join(str(count) for count in dict.fromkeys(counts))
         if len(set(counts)) > 1:
-            return f"{said} seeds"
+            return f"{counts[0]} seeds, BitDistiller {counts[1]}"
         return "one seed each" if counts[0] == 1 else f"{said} seeds each"
 
     def texts(lines: list[dict[str, Any]]) -> set[str | None]:
@@ -96,14 +96,19 @@ def quality(bits: int) -> list[str]:
         return spread(best[tables.SMOLLM2, method, label].lines)
 
     lines = [n for n in tables.counting() if n["config"]["model"] == tables.SMOLLM2 and n["config"]["format"] == grid]
-    ours = [n for n in lines if n["config"]["method"] == SHIPPED]
+
+    def pair(ours: list[dict[str, Any]], theirs: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        shipped = tables.Found(SHIPPED, ours)
+        a, b = tables.on_shared_texts(shipped, best[tables.SMOLLM2, theirs, grid])
+        return a.lines, b.lines
+
+    ours, theirs = pair([n for n in lines if n["config"]["method"] == SHIPPED], "bitdistiller")
     stored = ours[0]["config"]["bits"]
-    theirs = best[tables.SMOLLM2, "bitdistiller", grid].lines
     theirs_mixed = ours_mixed = mixed = ""
     alike = texts(ours) == texts(theirs)
     if {(tables.SMOLLM2, m, grid) for m in (tables.MIXED, tables.THEIRS_MIXED)} <= best.keys():
-        others = best[tables.SMOLLM2, tables.THEIRS_MIXED, grid].lines
         shipped = [n for n in lines if n["config"]["method"].startswith(f"{SHIPPED},mix=")]
+        shipped, others = pair(shipped, tables.THEIRS_MIXED)
         theirs_mixed, ours_mixed = (f", with mixed formats {spread(n)}" for n in (others, shipped))
         if seeds(shipped, others) != seeds(ours, theirs):
             mixed = f"; mixed: {seeds(shipped, others)}"
@@ -114,7 +119,7 @@ def quality(bits: int) -> list[str]:
         f"{tables.SMOLLM2}, WikiText-2",
         GPU,
         f"full {shown('dense', 'dense')}; no training (`shrink/ptq`, 16,384 calibration tokens) {shown(tables.TODAY)} "
-        f"on its own text, {shown(tables.WEIGHED)} on WikiText-2; BitDistiller {shown('bitdistiller')}"
+        f"on its own text, {shown(tables.WEIGHED)} on WikiText-2; BitDistiller {spread(theirs)}"
         f"{theirs_mixed}",
         f"{spread(ours)}{ours_mixed} (1M training tokens, {count})",
         link("bitdistiller", "methods/bitdistiller.md"),

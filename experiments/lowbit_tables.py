@@ -121,6 +121,16 @@ class Found:
         return f"{100 * statistics.mean(got):.1f}" if got else ""
 
 
+def on_shared_texts(a: Found, b: Found) -> tuple[Found, Found]:
+    """Both on the training texts that both have; as they are where there is none, or where one is not trained."""
+    texts = [{n["config"].get("text_id") for n in found.lines} - {None} for found in (a, b)]
+    shared = texts[0] & texts[1]
+    if not (a.trained and b.trained and shared):
+        return a, b
+    kept = [replace(f, lines=[n for n in f.lines if n["config"].get("text_id") in shared]) for f in (a, b)]
+    return kept[0], kept[1]
+
+
 def counting() -> list[dict[str, Any]]:
     """The lines of the tables: of models trained here only those of the last one, since every training makes another.
     They are identified by their text, the fingerprint of their weights where a line has it, and their own perplexity,
@@ -259,7 +269,7 @@ def verdicts() -> list[Verdict]:
     ) -> None:
         a, b = best.get((model, small, label)), best.get((model, large, other or label))
         if a and b:
-            said.append(Verdict(what, model, label, a, b, part, full))
+            said.append(Verdict(what, model, label, *on_shared_texts(a, b), part, full))
 
     groups = (32, 64, 128, 192)
     for model, group, kind in itertools.product(MODELS, groups, ("int3", "nf3:s1")):

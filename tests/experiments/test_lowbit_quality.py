@@ -460,7 +460,7 @@ def test_rates_are_compared_at_as_many_tokens(tmp_path: Path, monkeypatch: pytes
     assert "stories260K: 100 training tokens; full precision 5.000." in page
 
 
-def test_a_row_has_one_text_and_a_verdict_says_where_they_differ(
+def test_a_row_has_one_text_and_a_verdict_compares_on_shared_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def line(method: str, value: float, text: str | None, label: str = "int2:g64", seed: int = 0, **more: Any) -> str:
@@ -483,6 +483,8 @@ def test_a_row_has_one_text_and_a_verdict_says_where_they_differ(
         line("bitdistiller@1e-3", 30.0, None, "int2:g192", lr=1e-3),
         line("bitdistiller@1e-3,best", 29.0, None, "int2:g192", lr=1e-3),  # two settings, one rate
         line("ours@live,1", 20.0, None, "int2:g192", **whole),
+        line("bitdistiller@1e-3", 30.0, "old", "int2:g128", lr=1e-3),
+        line("ours@live,1", 20.0, "new", "int2:g128", **whole),
     ]
     (tmp_path / "lowbit_quality.jsonl").write_text("".join(lines))
     monkeypatch.setattr(results, "RESULTS", tmp_path)
@@ -495,11 +497,15 @@ def test_a_row_has_one_text_and_a_verdict_says_where_they_differ(
     compared = [row for row in lowbit_tables.rates().splitlines() if "| ours |" in row]
     assert len(compared) == 2 and all("| A |" in row for row in compared)  # the other text has one part only
     said = {row.split(" | ")[2]: row for row in lowbit_tables.must_hold().splitlines() if "ours below Bit" in row}
+    # Ours was trained on a second text, too, which BitDistiller was not.
+    assert "9.000 against 12.00 (-25.00%)" in said["int2:g64"]
     assert (
-        "best of 2 by validation (text: A, B); bitdistiller@5e-4,best, best of 2 by validation (text: A)"
+        "best of 2 by validation (text: A); bitdistiller@5e-4,best, best of 2 by validation (text: A)"
         in (said["int2:g64"])
     )
-    assert said["int2:g64"].endswith("| holds, one seed, other texts |")
+    assert said["int2:g64"].endswith("| holds, one seed |")
+    assert "20.00 against 30.00" in said["int2:g128"]
+    assert said["int2:g128"].endswith("| holds, one seed, one rate, other texts |")
     assert said["int2:g192"].endswith("| holds, one seed, one rate |") and "(text: earlier)" in said["int2:g192"]
 
 
