@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import resource
+import select
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,7 @@ log = logging.getLogger("shoestring.serve")
 
 SMALL_CHUNK = 256  # bytes
 MAX_SMALL_CHUNKS = 256  # in one body
+LOOK_S = 0.5  # seconds between two looks whether a client with an unread request is still there
 SPARE_FILES = 64  # file descriptors for everything but connections
 
 
@@ -74,6 +76,7 @@ class LimitedConnection(H11Protocol):
         self._timer: asyncio.TimerHandle | None = None
         self._num_unread = 0  # bytes that the client had not taken when the timer was set
         self._exchange: Exchange | None = None
+        self._end_timer: asyncio.TimerHandle | None = None
 
     @property
     def waits_for_client(self) -> bool:
@@ -100,6 +103,8 @@ class LimitedConnection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._opened.pop(self, None)
         self._stop_timer()
+        if self._end_timer is not None:
+            self._end_timer.cancel()
         super().connection_lost(exc)
         if self._exchange is not None and self.cycle.disconnected:
             self._exchange.gone.set_result(None)
@@ -129,6 +134,20 @@ class LimitedConnection(H11Protocol):
             next_request, _closed = self.conn.trailing_data
             if not next_request:
                 self.flow.resume_reading()
+            elif self._end_timer is None:
+                self._end_timer = self.loop.call_later(LOOK_S, self._look_for_end)
+
+    def _look_for_end(self) -> None:
+        """While the next request waits unread, asyncio does not report that the client has left."""
+        self._end_timer = None
+        if self.transport.is_closing() or not self.flow.read_paused:
+            return
+        poll = select.poll()
+        poll.register(self.transport.get_extra_info("socket"), select.POLLRDHUP)
+        if poll.poll(0):  # an error, too
+            self.transport.abort()
+        else:
+            self._end_timer = self.loop.call_later(LOOK_S, self._look_for_end)
 
     def on_response_complete(self) -> None:
         if self._timer is None and self.transport.get_write_buffer_size():
