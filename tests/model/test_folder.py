@@ -21,6 +21,7 @@ from shoestring.errors import UserError
 from shoestring.formats import IntAsym, convert, pack, packed_state, parse_format
 from shoestring.model import ModelSpec, Tokenizer, load_into, load_model, read_spec, save_model
 from shoestring.model.hf import spec_from_hf
+from shoestring.state.files import TensorFiles
 from tiny import logits, random_model, tiny_llama
 
 transformers = pytest.importorskip("transformers")
@@ -56,6 +57,27 @@ def test_a_stored_head_that_is_not_the_embedding_unties_the_model(name: str, tmp
     save_file({**tensors, "lm_head.weight": head[:50].clone()}, file)
     with pytest.raises(UserError, match=r"head\.weight.*\[50, 32\]"):
         load_model(out)
+
+
+def test_a_stored_copy_of_the_embedding_is_compared_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One command opens a folder several times, and the two matrices of a large vocabulary have gigabytes."""
+    out = save_model(tmp_path / "m", random_model(QWEN3))
+    tensors, file = load_file(out / "model.safetensors"), out / "model.safetensors"
+    embed = tensors["model.embed_tokens.weight"]
+    save_file({**tensors, "lm_head.weight": embed.clone()}, file, metadata={"format": "pt"})
+    read: list[str] = []
+    plain_read = TensorFiles.read
+    monkeypatch.setattr(TensorFiles, "read", lambda files, name, *a: read.append(name) or plain_read(files, name, *a))
+    for _ in range(3):
+        assert read_spec(out)[0] == QWEN3
+    assert read == ["lm_head.weight", "model.embed_tokens.weight"]
+    save_file({**tensors, "lm_head.weight": -embed}, file, metadata={"format": "pt"})  # another file of the same size
+    assert not read_spec(out)[0].tied
+    embed[0, 0], head = 0.0, embed.clone()
+    head[0, 0] = -0.0
+    for equal in (head, embed.double()):  # in numbers, not in bytes
+        save_file({**tensors, "lm_head.weight": equal}, file, metadata={"format": "pt"})
+        assert read_spec(out)[0].tied
 
 
 def from_transformers(path: Path) -> torch.nn.Module:

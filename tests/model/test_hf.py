@@ -253,6 +253,15 @@ def test_layer_types_of_a_file_decide_as_in_transformers(
             torch.testing.assert_close(logits, wanted, atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.parametrize("given", [{}, {"_sliding_window_pattern": 2}, {"sliding_window_pattern": 2}])
+def test_the_pattern_of_gemma3_is_the_one_that_transformers_reads(given: dict[str, int], tmp_path: Path) -> None:
+    config = {"model_type": "gemma3_text", **SMALL, "num_hidden_layers": 7, "sliding_window": 5, **given}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path).layer_types
+    spec = spec_from_hf(config)
+    assert spec.full_layers == tuple(i for i, kind in enumerate(theirs) if kind == "full_attention")
+
+
 def test_the_windows_and_scalings_above_matter(tokens: torch.Tensor) -> None:
     """Guards the parity test: dropping the feature changes the logits."""
     for name, change in [

@@ -17,7 +17,9 @@ from hypothesis import strategies as st
 
 from shoestring.errors import UserError
 from shoestring.model.gguf import read_metadata
+from shoestring.model.gguf_vocabulary import vocabulary_metadata
 from shoestring.model.tokenizer import END_OF_TEXT, Tokenizer
+from shoestring.serve.http.http_process import tokenizer_from, tokenizer_json
 from tiny import sentencepiece_fields
 
 TEXTS = [
@@ -193,10 +195,9 @@ def test_bos_survives_saving(tmp_path: Path, model_type: str | None) -> None:
         assert tokenizer.encode(text) == again.encode(text) == theirs(text)["input_ids"]
 
 
-def test_config_decides_bos_and_extra_tokens(trained: Tokenizer, tmp_path: Path) -> None:
+def test_config_decides_extra_tokens(trained: Tokenizer, tmp_path: Path) -> None:
     trained.save(tmp_path)
     config = {
-        "add_bos_token": True,
         "bos_token": {"content": END_OF_TEXT},
         "eos_token": "<|im_end|>",
         "added_tokens_decoder": {"340": {"content": "<|im_end|>", "special": True}},
@@ -205,7 +206,7 @@ def test_config_decides_bos_and_extra_tokens(trained: Tokenizer, tmp_path: Path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 340]}))
     tokenizer = Tokenizer.from_file(tmp_path)
-    assert tokenizer.encode("x<|im_end|>") == [trained.bos_id, *trained.encode("x"), 340]
+    assert tokenizer.encode("x<|im_end|>") == [*trained.encode("x"), 340]
     assert tokenizer.eos_id == 340
     assert tokenizer.eos_ids == {7, 340, trained.bos_id}
     assert tokenizer.render_chat(CHAT) == "yes"
@@ -215,6 +216,50 @@ def test_config_decides_bos_and_extra_tokens(trained: Tokenizer, tmp_path: Path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match="do not belong together"):
         Tokenizer.from_file(tmp_path)
+
+
+ENDS = [
+    {"add_bos_token": bos, "add_eos_token": eos, "split_special_tokens": split}
+    for bos in (None, True, False)
+    for eos in (None, True)
+    for split in (None, True)
+]
+
+
+@pytest.mark.parametrize("flags", ENDS, ids=str)
+@pytest.mark.parametrize("kind", ["GPT2Tokenizer", "Qwen2Tokenizer", "post-processor with BOS", "with BOS and EOS"])
+def test_ends_and_split_special_tokens_as_in_transformers(
+    trained: Tokenizer, tmp_path: Path, kind: str, flags: dict[str, bool | None]
+) -> None:
+    """The two flags of the ends count for GPT-2's files and not beside a tokenizer.json; the third always counts."""
+    AutoTokenizer = pytest.importorskip("transformers").AutoTokenizer
+    config = {name: flag for name, flag in flags.items() if flag is not None}
+    if kind.endswith("Tokenizer"):
+        write_gpt2_files(trained, tmp_path)
+        config["tokenizer_class"] = kind
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    else:
+        backend = type(trained.backend).from_str(trained.backend.to_str())
+        Tokenizer(backend, special=trained.special, add_bos=True, add_eos="EOS" in kind).save(tmp_path)
+        config |= json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    ours, theirs = Tokenizer.from_file(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    sent = tokenizer_from(json.loads(json.dumps(tokenizer_json(ours))))  # to the process that parses requests
+    ours.save(tmp_path / "again")
+    again = Tokenizer.from_file(tmp_path / "again")
+    saved = AutoTokenizer.from_pretrained(tmp_path / "again")
+    for text in (f"the {END_OF_TEXT} there", "the"):
+        want = theirs(text)["input_ids"]
+        assert ours.encode(text) == sent.encode(text) == again.encode(text) == saved(text)["input_ids"] == want
+    assert (ours.fingerprint == trained.fingerprint) <= (not flags["split_special_tokens"])
+
+
+@pytest.mark.parametrize("add_eos", [False, True])
+def test_gguf_says_whether_an_eos_is_added(add_eos: bool) -> None:
+    tokenizer = Tokenizer.from_gguf(sentencepiece_fields(**{"tokenizer.ggml.add_eos_token": add_eos}))
+    assert tokenizer.encode("the") == [1, *tokenizer.encode("the", special=False), *[2] * add_eos]
+    again = Tokenizer.from_gguf(vocabulary_metadata(tokenizer, tokenizer.vocab_size))
+    assert again.adds_eos == add_eos and again.encode("the") == tokenizer.encode("the")
 
 
 @pytest.mark.parametrize("added", [False, True])
@@ -239,11 +284,17 @@ def test_end_tokens_that_the_file_has_as_ordinary_ones(trained: Tokenizer, tmp_p
         assert "".join([*map(stream.step, ids), stream.finish()]) == ours.decode(ids)
 
 
-def test_gpt2_files_equal_tokenizer_json(tmp_path: Path) -> None:
-    state = json.loads(Tokenizer.train(TEXTS, 340).backend.to_str())["model"]
-    (tmp_path / "vocab.json").write_text(json.dumps(state["vocab"]))
+def write_gpt2_files(tokenizer: Tokenizer, folder: Path) -> str:
+    """Returns the merges."""
+    state = json.loads(tokenizer.backend.to_str())["model"]
+    (folder / "vocab.json").write_text(json.dumps(state["vocab"]))
     merges = "#version: 0.2\n" + "\n".join(" ".join(pair) for pair in state["merges"])
-    (tmp_path / "merges.txt").write_text(merges)
+    (folder / "merges.txt").write_text(merges)
+    return merges
+
+
+def test_gpt2_files_equal_tokenizer_json(trained: Tokenizer, tmp_path: Path) -> None:
+    merges = write_gpt2_files(trained, tmp_path)
     tokenizer = Tokenizer.from_file(tmp_path)
     assert tokenizer.eos_id == 0
     text = "def main the naïve 東京" + END_OF_TEXT

@@ -61,6 +61,7 @@ def vocabulary_metadata(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]
         "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.token_type": types,
         "tokenizer.ggml.add_bos_token": tokenizer.adds_bos,
+        "tokenizer.ggml.add_eos_token": tokenizer.adds_eos,
     }
     unknown = model.get("unk_token")
     special = {"unk_token": unknown, **tokenizer.special} if unknown else tokenizer.special

@@ -339,8 +339,8 @@ def _window_defaults(config: Fields, model_type: str, num_layers: int) -> tuple[
     if model_type in ("mixtral", "phi3"):
         return config.whole("sliding_window", None, most=MOST_WINDOW), ()
     if model_type in _GEMMA:
-        key = "sliding_window_pattern" if "sliding_window_pattern" in config else "_sliding_window_pattern"
-        pattern = 2 if model_type == "gemma2" else config.whole(key, 6)
+        # `transformers` writes _sliding_window_pattern beside layer_types and never reads it.
+        pattern = 2 if model_type == "gemma2" else config.whole("sliding_window_pattern", 6)
         return config.whole("sliding_window", 4096, most=MOST_WINDOW), tuple(range(pattern - 1, num_layers, pattern))
     if not config.flag("use_sliding_window", False):
         return None, ()

@@ -5,7 +5,8 @@ ids, the set of ids that end a turn, and the chat template. It is read from a Hu
 GPT-2's two files, from the vocabulary inside a GGUF file, or trained; whichever way it came, `save` writes
 files that `transformers` loads with the same ids and the same rendered chats.
 
-Whether a BOS is added is part of the post-processor, so that tokenizer.json alone says it.
+Whether a BOS or an EOS is added is part of the post-processor, so that tokenizer.json alone says it: as in
+`transformers` 5, add_bos_token and add_eos_token of tokenizer_config.json count only where there is no tokenizer.json.
 
 Left out: SentencePiece `.model` files, unigram GGUF vocabularies (T5), and training anything but byte-level BPE.
 """
@@ -73,14 +74,18 @@ class Tokenizer:
         chat_template: str | None = None,
         tool_use_template: str | None = None,
         add_bos: bool | None = None,
+        add_eos: bool | None = None,
+        split_special: bool = False,
         more_eos: Iterable[int] = (),
         config: Mapping[str, Any] | None = None,
     ) -> None:
         """`special` maps bos_token, eos_token, unk_token, pad_token to token texts; `config` is kept for `save`.
 
-        `add_bos` None leaves the backend's post-processor as it is.
+        `add_bos` and `add_eos` None leave the backend's post-processor as it is. `split_special`: special tokens that
+        are written in a text are text.
         """
         self.backend = backend
+        backend.encode_special_tokens = self.split_special = split_special
         self.special = {k: v for k, v in (special or {}).items() if backend.token_to_id(v) is not None}
         self.chat_template, self.tool_use_template = chat_template, tool_use_template
         self.config = dict(config or {})
@@ -92,8 +97,11 @@ class Tokenizer:
         if self.eos_id is not None:
             self.eos_ids.add(self.eos_id)
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        if add_bos is not None and add_bos != self.adds_bos:
-            self._set_add_bos(add_bos)
+        if add_bos is not None or add_eos is not None:
+            now = (self.adds_bos, self.adds_eos)
+            wanted = (now[0] if add_bos is None else add_bos, now[1] if add_eos is None else add_eos)
+            if wanted != now:
+                self._set_ends(*wanted)
 
     # --- where a tokenizer comes from -------------------------------------------------------------
 
@@ -105,14 +113,18 @@ class Tokenizer:
             raise UserError(f"no tokenizer at {path}: the path does not exist; give a folder or a tokenizer.json")
         folder = path if path.is_dir() else path.parent
         config = _optional_object(folder / "tokenizer_config.json")
+        given = Fields(config, "tokenizer_config.json")
         file = folder / "tokenizer.json" if path.is_dir() else path
+        ends: dict[str, bool | None] = {}
         if file.is_file():
             backend = _read_backend(file)
         else:
             backend = _read_gpt2_files(folder, config)
+            ends = {"add_bos": given.flag("add_bos_token", None), "add_eos": given.flag("add_eos_token", None)}
             if backend.token_to_id(END_OF_TEXT) is not None:
                 backend.add_special_tokens([AddedToken(END_OF_TEXT, normalized=False, special=True)])
-                config = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT, **config}
+                usual = ("eos_token",) if _is_qwen2(config) else ("bos_token", "eos_token")
+                config = {**dict.fromkeys(usual, END_OF_TEXT), **config}
         _add_configured_tokens(backend, config)
         names = {**_optional_object(folder / "special_tokens_map.json"), **config}
         special = {k: text for k in _SPECIAL_NAMES if (text := _token_text(names.get(k)))}
@@ -122,7 +134,8 @@ class Tokenizer:
             special=special,
             chat_template=_read_chat_template(folder, config),
             tool_use_template=_read_tool_use_template(folder, config),
-            add_bos=Fields(config, "tokenizer_config.json").flag("add_bos_token", None),
+            **ends,
+            split_special=bool(given.flag("split_special_tokens", False)),
             more_eos=_generation_eos(folder),
             config=config,
         )
@@ -191,15 +204,17 @@ class Tokenizer:
             special=special,
             chat_template=fields.get("tokenizer.chat_template"),
             add_bos=bool(fields.get("tokenizer.ggml.add_bos_token", add_bos)) and "bos_token" in special,
+            add_eos=bool(fields.get("tokenizer.ggml.add_eos_token", False)) and "eos_token" in special,
             more_eos=[i for i in turn_ends if i is not None],
         )
 
     # --- encoding and decoding --------------------------------------------------------------------
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Token ids. `special` lets the post-processor add what the model expects around a text (BOS).
+        """Token ids. `special` lets the post-processor add what the model expects around a text (BOS, EOS).
 
-        Special tokens written out in the text ("<|im_end|>") become those tokens, as in `transformers`.
+        Special tokens written out in the text ("<|im_end|>") become those tokens, as in `transformers` (but for models
+        with `split_special_tokens`).
         """
         # As a batch of one: while it encodes a batch the library lets other threads run, and a long text takes seconds.
         return self.encode_batch([text], special=special)[0]
@@ -280,7 +295,7 @@ class Tokenizer:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "tokenizer.json").write_text(self.backend.to_str(), encoding="utf-8")
         # The generic class reads tokenizer.json as it is; the classes of single models rebuild parts of it.
-        # What the post-processor says must not be said twice, hence no add_bos_token.
+        # What the post-processor says must not be said twice, hence no add_bos_token and no add_eos_token.
         dropped = ("auto_map", "add_bos_token", "add_eos_token", "added_tokens_decoder", "tokenizer_file")
         config = {k: v for k, v in self.config.items() if k not in dropped}
         config |= {"tokenizer_class": "PreTrainedTokenizerFast", **self.special}
@@ -323,23 +338,31 @@ class Tokenizer:
     @property
     def fingerprint(self) -> str:
         """Changes whenever the ids of some text could change."""
-        return hashlib.blake2b(self.backend.to_str().encode(), digest_size=16).hexdigest()
+        text = self.backend.to_str() + "split_special_tokens" * self.split_special
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     @property
     def adds_bos(self) -> bool:
         return self.bos_id is not None and self.encode("")[:1] == [self.bos_id]
 
+    @property
+    def adds_eos(self) -> bool:
+        # Behind a letter: where BOS and EOS are the same token, an empty text does not tell them apart.
+        return self.eos_id is not None and self.encode("a")[-1:] == [self.eos_id]
+
     def _special_id(self, name: str) -> int | None:
         return self.backend.token_to_id(self.special[name]) if name in self.special else None
 
-    def _set_add_bos(self, add_bos: bool) -> None:
-        if not add_bos:
+    def _set_ends(self, add_bos: bool, add_eos: bool) -> None:
+        bos = [self.special["bos_token"]] if add_bos and self.bos_id is not None else []
+        eos = [self.special["eos_token"]] if add_eos and self.eos_id is not None else []
+        if not bos and not eos:
             self.backend.post_processor = plain_post_processor()
-        elif self.bos_id is not None:
-            bos = self.special["bos_token"]
-            self.backend.post_processor = processors.TemplateProcessing(
-                single=[bos, "$A"], pair=[bos, "$A", bos, "$B:1"], special_tokens=[(bos, self.bos_id)]
-            )
+            return
+        ids = {text: self.backend.token_to_id(text) for text in bos + eos}
+        self.backend.post_processor = processors.TemplateProcessing(
+            single=[*bos, "$A", *eos], pair=[*bos, "$A", *eos, *bos, "$B:1", *eos], special_tokens=list(ids.items())
+        )
 
 
 @dataclass(frozen=True)
@@ -492,8 +515,12 @@ def _read_gpt2_files(folder: Path, config: Mapping[str, Any]) -> Backend:
             raise UserError(f"{folder / merges_name}:{number} is not a merge: expected two pieces and one space")
         merges.append((pair[0], pair[1]))
     backend = build_bpe(vocab, merges, f"{vocab_name} with {merges_name} in {folder}")
-    set_byte_level(backend, "qwen2" if str(config.get("tokenizer_class", "")).startswith("Qwen2") else "gpt2")
+    set_byte_level(backend, "qwen2" if _is_qwen2(config) else "gpt2")
     return backend
+
+
+def _is_qwen2(config: Mapping[str, Any]) -> bool:
+    return str(config.get("tokenizer_class", "")).startswith("Qwen2")
 
 
 def _add_configured_tokens(backend: Backend, config: Mapping[str, Any]) -> None:

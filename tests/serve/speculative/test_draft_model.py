@@ -4,7 +4,8 @@ import functools
 
 import pytest
 
-from shoestring.serve import Draft, DraftModel, Request, Sampling
+from shoestring.errors import UserError
+from shoestring.serve import Draft, DrafterStack, DraftModel, Engine, Request, Sampling
 from shoestring.serve.engine.runner import Runner
 from tiny import tiny_decoder
 
@@ -47,6 +48,27 @@ def test_a_draft_model_out_of_room_is_silent() -> None:
     assert drafter.propose([request([1] * 64, 2)], 3) == [Draft([])]  # beyond the model's positions
     drafter.release(a)
     assert len(drafter.propose([b], 2)[0].tokens) == 2
+
+
+@pytest.mark.parametrize("vocab_size", [11, 40])
+@pytest.mark.parametrize("stacked", [False, True])
+def test_a_draft_model_with_another_vocabulary_is_refused(vocab_size: int, stacked: bool) -> None:
+    target = decoder(seed=1)
+    drafter = DraftModel(tiny_decoder(vocab_size=vocab_size))
+    with pytest.raises(UserError, match=f"vocabulary of {vocab_size} tokens, the model one of 29; a drafter must use"):
+        Engine(target, drafter=DrafterStack([drafter]) if stacked else drafter, num_drafts=2)
+
+
+@pytest.mark.parametrize("vocab_size", [11, 40])
+def test_vocabularies_that_differ_by_padding(vocab_size: int) -> None:
+    """Said with vocab_size=: the text stays the target's; tokens that the drafter lacks cost drafts, no more."""
+    target = decoder(seed=1)
+    drafter = DraftModel(tiny_decoder(vocab_size=vocab_size), vocab_size=29)
+    plain, drafted = Engine(target), Engine(target, drafter=drafter, num_drafts=2)
+    prompts, sampling = [[1, 2, 3], [1, 2, 28]], Sampling(max_tokens=8)
+    want, got = ([c.token_ids for c in e.generate(prompts, sampling)] for e in (plain, drafted))
+    assert got == want
+    assert drafter.propose([request([1, 2, 28])], 2)[0].tokens == [] or vocab_size == 40
 
 
 def test_weights_are_looked_at_once_for_all_new_texts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -231,6 +231,8 @@ class Engine:
     ) -> None:
         """From now on, while no request runs: another drafter, with a controller that knows it already or a new one."""
         assert not self.scheduler.running, "requests are running with the drafter they began with"
+        if drafter is not None:
+            drafter.check(self.model)
         self.drafter, self.draft_controller, self._prepared = drafter, None, False
         self.num_drafts = FIXED_DRAFTS if num_drafts is None else num_drafts
         if num_drafts is None and drafter is not None and self._timed:

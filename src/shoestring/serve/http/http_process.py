@@ -405,6 +405,7 @@ def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
         "chat_template": tokenizer.chat_template,
         "tool_use_template": tokenizer.tool_use_template,
         "more_eos": sorted(tokenizer.eos_ids),
+        "split_special": tokenizer.split_special,
     }
 
 

@@ -58,7 +58,8 @@ class DraftModel(Drafter):
         chunk: int = 2048,
         graphs: bool | None = None,
     ) -> None:
-        """`vocab_size` is the target's, where padding makes it differ from the drafter's own. `vocab_ids`: the logits
+        """`vocab_size` is the target's, where padding makes it differ from the drafter's own; a text with a token that
+        the drafter does not have gets no drafts. `vocab_ids`: the logits
         are for these tokens only, in this order (`trim_head`). `num_blocks` bounds the memory of the KV cache (None: it
         grows as needed); a request that does not fit gets no drafts. `chunk`: rows of a prefill pass, at most. `graphs`
         as in Engine."""
@@ -73,6 +74,9 @@ class DraftModel(Drafter):
         self.cache = self.runner.cache
         self._cached: dict[int, _CachedText] = {}  # by request id
         self.caught_up = False
+
+    def check(self, target: Decoder) -> None:
+        check_vocabulary("the draft model", self.vocab_size, target)
 
     def release(self, request: Request) -> None:
         cached = self._cached.pop(request.id, None)
@@ -132,7 +136,8 @@ class DraftModel(Drafter):
     def _make_room(self, request: Request, n: int, root: bytes) -> bool:
         """Blocks for the request and n drafts, the last of which is never computed. `root`: hash of a new table."""
         num = len(request.tokens) + n - 1
-        if num > self.model.spec.max_positions:
+        spec = self.model.spec
+        if num > spec.max_positions or (spec.vocab_size < self.vocab_size and max(request.tokens) >= spec.vocab_size):
             return False
         cached = self._cached.get(request.id)
         if cached is None:
@@ -271,6 +276,14 @@ def trim_head(model: Decoder, vocab_ids: Sequence[int]) -> None:
     head = FormatLinear(rows_MD.shape[1], rows_MD.shape[0], bias=False, device="meta")
     head.weight = nn.Parameter(rows_MD, requires_grad=False)
     model.head = head
+
+
+def check_vocabulary(name: str, size: int, target: Decoder) -> None:
+    if size != target.spec.vocab_size:
+        raise UserError(
+            f"{name} has a vocabulary of {size} tokens, the model one of {target.spec.vocab_size}; "
+            "a drafter must use the model's tokenizer"
+        )
 
 
 def read_vocab_ids(folder: Path, vocab_size: int) -> list[int] | None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+from shoestring.model.transformer import Decoder
 from shoestring.serve.engine.graphs import SamplingKind
 from shoestring.serve.engine.request import Draft, Request
 from shoestring.serve.engine.runner import Runner
@@ -32,6 +33,9 @@ class Drafter(ABC):
     @abstractmethod
     def propose(self, requests: Sequence[Request], n: int) -> list[Draft]:
         """At most n draft tokens for each request, which follow its `tokens`. NO_DRAFT is allowed."""
+
+    def check(self, target: Decoder) -> None:  # noqa: B027
+        """UserError where it cannot write drafts for this model."""
 
     def observe(self, request: Request, num_drafted: int, num_accepted: int) -> None:  # noqa: B027
         """How many drafts of the last step were accepted. Called only for a request that had drafts."""

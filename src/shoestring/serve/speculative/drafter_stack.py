@@ -22,7 +22,7 @@ from shoestring.paths import expand
 from shoestring.serve.engine.graphs import SamplingKind
 from shoestring.serve.engine.request import NO_DRAFT, Draft, Request
 from shoestring.serve.engine.runner import Runner
-from shoestring.serve.speculative.draft_model import DraftModel, read_vocab_ids, trim_head
+from shoestring.serve.speculative.draft_model import DraftModel, check_vocabulary, read_vocab_ids, trim_head
 from shoestring.serve.speculative.drafter import Drafter
 from shoestring.serve.speculative.ngram_drafter import NgramDrafter
 
@@ -88,6 +88,10 @@ class DrafterStack(Drafter):
             without = [r for r in without if r.id not in found]
         return [found.get(r.id, NO_DRAFT) for r in requests]
 
+    def check(self, target: Decoder) -> None:
+        for drafter in self.drafters:
+            drafter.check(target)
+
     def observe(self, request: Request, num_drafted: int, num_accepted: int) -> None:
         i = self._author.pop(request.id, None)
         if i is not None:
@@ -132,13 +136,8 @@ def open_drafter(text: str, target: Decoder, *, device: str = "cpu", dtype: torc
             )
         loaded = load_model(name, device=device, dtype=dtype)
         loaded.model.eval()
-        ours, theirs = target.spec.vocab_size, loaded.spec.vocab_size
-        if ours != theirs:
-            raise UserError(
-                f"{name} has a vocabulary of {theirs} tokens, the model one of {ours}; "
-                "a drafter must use the model's tokenizer"
-            )
-        vocab_ids = read_vocab_ids(loaded.path, ours)
+        check_vocabulary(name, loaded.spec.vocab_size, target)
+        vocab_ids = read_vocab_ids(loaded.path, target.spec.vocab_size)
         if vocab_ids is not None:
             trim_head(loaded.model, vocab_ids)
         drafters.append(DraftModel(loaded.model, vocab_ids=vocab_ids))
