@@ -24,6 +24,7 @@ from shoestring.train.objectives import CrossEntropy
 from shoestring.train.optim import adamw, warmup_cosine
 from shoestring.train.sparse24 import (
     DenseFinish,
+    DenseStart,
     FlipController,
     FlipMeter,
     MaskedDecay,
@@ -40,9 +41,9 @@ FORMATS = {
     "dense": "sparse24", "srste": "sparse24", "fst": "sparse24:tile:held:mvue",
     "controlled": "sparse24:tile:held:mvue", "sste": "sparse24:soft:mvue", "ast": "sparse24:held",
     "cast": "sparse24:held", "slorb": "sparse24:held+slorb8",
-    "stacked": "sparse24:soft:mvue+int4:g8", "cut": "sparse24:tile:held:mvue",
+    "stacked": "sparse24:soft:mvue+int4:g8", "cut": "sparse24:tile:held:mvue", "started": "sparse24:tile:held:mvue",
 }  # fmt: skip
-# "cut": FST on layers of 12 outputs, whose second row of 4x4 tiles two FSDP2 ranks cut in two.
+# "started": FST with a given decay and a dense start; "cut": FST on layers of 12 outputs, whose second row of 4x4 tiles two FSDP2 ranks cut in two.
 LAYERS = {"cut": "*.attn.[kv]"}
 SHAPES = {"cut": {"num_heads": 3, "num_kv_heads": 3, "head_dim": 4}}
 TOKENS = 64
@@ -84,7 +85,10 @@ def hooks_of(method: str, model: Decoder, mesh: Mesh) -> list[Hook]:
     if method == "controlled":
         decay = MaskedDecay(0.0)
         servo = FlipController(model, meter, decay, probe=4)
-        return [clock, meter, MaskRefresh(4), decay, servo, DenseFinish(model, at=17)]
+        return [clock, meter, MaskRefresh(4), decay, servo, DenseFinish(model, at=17, starts_dense=True)]
+    if method == "started":
+        start, finish = DenseStart(model, MaskedDecay(2e-3), until=4), DenseFinish(model, at=17, starts_dense=True)
+        return [clock, meter, MaskRefresh(4), start, finish]
     if method in ("ast", "slorb"):
         return [meter, MaskRefresh(4)]
     if method in ("dense", "cast"):

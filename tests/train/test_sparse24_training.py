@@ -164,13 +164,18 @@ def test_killed_and_resumed_bit_for_bit(tmp_path: Path, method: str, stops: tupl
             assert torch.equal(state[name], value), name
 
 
-@pytest.mark.parametrize("version", [3, 16])
-def test_a_run_that_goes_back_over_a_change_of_phase_is_the_same_run(tmp_path: Path, version: int) -> None:
-    """As rollback does it, in one process: to before the probe ends, and to before the dense finish."""
-    whole, hooks = new_run("controlled")
+@pytest.mark.parametrize(("version", "bad"), [(3, 5), (16, 18), (3, 18)])
+@pytest.mark.parametrize("method", ["controlled", "started", "fst"])
+def test_a_run_that_goes_back_over_a_change_of_phase_is_the_same_run(
+    tmp_path: Path, method: str, version: int, bad: int
+) -> None:
+    """As rollback does it, in one process: out of the sparse steps into the dense start, out of the dense finish into
+    the sparse steps, and out of the dense finish into the dense start."""
+    whole, hooks = new_run(method)
     fit(whole, 20, hooks)
-    run, hooks = new_run("controlled", tmp_path)
-    fit(run, version + 2, hooks, checkpointer=Checkpointer(tmp_path / "checkpoints", every=version))
+    run, hooks = new_run(method, tmp_path)
+    fit(run, version, hooks, checkpointer=Checkpointer(tmp_path / "checkpoints", every=version))
+    fit(run, bad, hooks)
     next(h for h in hooks if isinstance(h, NoiseClock)).next += 7  # the bad step ended in the middle
     fit(run, 20, hooks, checkpointer=Checkpointer(tmp_path / "checkpoints", every=100))
     assert metrics(run) == metrics(whole)

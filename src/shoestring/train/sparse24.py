@@ -270,10 +270,13 @@ class DenseStart(Hook):
 
 
 class DenseFinish(Hook):
-    """From step `at` on all layers compute densely: no mask, no decay, no MVUE (FST: the last sixth)."""
+    """From step `at` on all layers compute densely: no mask, no decay, no MVUE (FST: the last sixth).
 
-    def __init__(self, model: nn.Module, at: int) -> None:
-        self.model, self.at, self.done = model, at, False
+    `starts_dense`: a DenseStart or FlipController is listed before it.
+    """
+
+    def __init__(self, model: nn.Module, at: int, *, starts_dense: bool = False) -> None:
+        self.model, self.at, self.starts_dense, self.done = model, at, starts_dense, False
 
     def after_step(self, run: Run) -> None:
         if run.step >= self.at and not self.done:
@@ -292,7 +295,8 @@ class DenseFinish(Hook):
             self._start_dense_phase()
         elif self.done:  # a run that goes back
             self.done = False
-            end_dense_phase(self.model)
+            if not self.starts_dense:  # else that hook has just set the phase of the version, which may be dense
+                end_dense_phase(self.model)
 
 
 # -- flip rate -----------------------------------------------------------------------------------------------

@@ -131,7 +131,7 @@ def make_hooks(cfg: Config, model: Decoder, mesh: Mesh, data: TokenData) -> list
     elif probe_steps(cfg) > 0:
         hooks[-1] = sparse24.DenseStart(model, decay, until=probe_steps(cfg))
     if cfg.finish > 0:
-        hooks.append(sparse24.DenseFinish(model, at=cfg.steps - dense_steps(cfg)))
+        hooks.append(sparse24.DenseFinish(model, cfg.steps - dense_steps(cfg), starts_dense=probe_steps(cfg) > 0))
     return hooks
 
 
