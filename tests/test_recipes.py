@@ -236,6 +236,7 @@ def test_a_resumed_run_does_not_go_back(cli: Callable[..., str], corpus: Path, t
     cli("run", "train/dense", f"resume={run}", "steps=4")  # nothing is left to do, and that is fine
     saved = json.loads((run / "config.json").read_text())
     saved["config"]["preempt_s"] = 30.0  # without effect here, and refused only where it is given anew
+    saved["config"]["levels"]["budget"] = 0.02
     (run / "config.json").write_text(json.dumps(saved))
     cli("run", "train/dense", f"resume={run}", "steps=5")
     assert [row["model"] for row in read_jsonl(run / "evals.jsonl")] == ["run, step 4", "run, step 5"]

@@ -43,7 +43,8 @@ FORMATS = {
     "cast": "sparse24:held", "slorb": "sparse24:held+slorb8",
     "stacked": "sparse24:soft:mvue+int4:g8", "cut": "sparse24:tile:held:mvue", "started": "sparse24:tile:held:mvue",
 }  # fmt: skip
-# "started": FST with a given decay and a dense start; "cut": FST on layers of 12 outputs, whose second row of 4x4 tiles two FSDP2 ranks cut in two.
+# "started": FST with a given decay and a dense start. "cut": FST on layers of 12 outputs, whose second row of 4x4 tiles
+# two FSDP2 ranks cut in two.
 LAYERS = {"cut": "*.attn.[kv]"}
 SHAPES = {"cut": {"num_heads": 3, "num_kv_heads": 3, "head_dim": 4}}
 TOKENS = 64

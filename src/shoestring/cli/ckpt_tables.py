@@ -25,8 +25,8 @@ from shoestring.state.levels.host_folder import (
     STOP,
     ArenaCopy,
     damage_of,
-    host_folder,
     host_name,
+    memory_places,
     reading,
     remove_host_folder,
     trainers_alive,
@@ -39,19 +39,14 @@ from shoestring.state.levels.xor_sets import Parity, list_parities, parity_damag
 PEER_KINDS = {"replica": "whole copies on another host", "xor": "XOR sets over several hosts"}
 
 
-def _folders(checkpoints: Path) -> list[Path]:
-    """Where copies in memory of this run may be on this host."""
-    return [host_folder(checkpoints.parent), host_folder(checkpoints.parent, checkpoints / ".arenas")]
-
-
 def _offers(checkpoints: Path) -> tuple[list[Offer], list[str]]:
-    found, problems = offers_here(_folders(checkpoints)[0], [checkpoints], host_name())
-    more = offers_here(_folders(checkpoints)[1], [], host_name())
+    found, problems = offers_here(memory_places(checkpoints)[0], [checkpoints], host_name())
+    more = offers_here(memory_places(checkpoints)[1], [], host_name())
     return [*found, *more[0]], [*problems, *more[1]]
 
 
 def _parities(checkpoints: Path) -> tuple[list[Parity], list[str]]:
-    found = [list_parities(folder, host_name()) for folder in _folders(checkpoints)]
+    found = [list_parities(folder, host_name()) for folder in memory_places(checkpoints)]
     return [p for some, _ in found for p in some], [line for _, problems in found for line in problems]
 
 
@@ -72,7 +67,7 @@ def versions_table(checkpoints: Path) -> Table:
 
 
 def agent_line(run: Path) -> str:
-    for folder in _folders(run / "checkpoints"):
+    for folder in memory_places(run / "checkpoints"):
         pid = agent_pid(folder) if folder.is_dir() else None
         if pid is not None:
             status = read_status(folder)
@@ -185,7 +180,7 @@ def _write_errors(out: Path, source: Path | None = None) -> Iterator[None]:
 
 
 def stop_agent(run: Path) -> str:
-    for folder in _folders(run / "checkpoints"):
+    for folder in memory_places(run / "checkpoints"):
         if not folder.is_dir():
             continue
         if any(trainers_alive(folder)):

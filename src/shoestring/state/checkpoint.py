@@ -34,6 +34,7 @@ from shoestring.mesh import Mesh
 from shoestring.state.boxes import local_box
 from shoestring.state.checkpoint_files import MANIFEST, NEW, hidden, sweep
 from shoestring.state.levels.drain import HOSTS
+from shoestring.state.levels.host_folder import ArenaCopy, list_copies, memory_places
 from shoestring.state.levels.retention import Keep, prune_steps
 from shoestring.state.levels.snapshot import local_tensor
 from shoestring.state.manifest import Manifest, decode_value, encode_value
@@ -472,8 +473,9 @@ class Checkpointer:
         return bool(self.every and step % self.every == 0) or step == self.last
 
     def newest(self) -> Path | None:
-        """The newest checkpoint, whatever state it is in."""
-        return newest_folder(self.folder)
+        """The newest checkpoint, whatever state it is in, or the file of a newer copy in memory."""
+        found = self._in_memory()
+        return newest_folder(self.folder) if found is None else found.path
 
     def after_step(self, run: RunLike, parts: dict[str, Any]) -> None:
         """Called by the trainer after every optimizer step; run.step counts the finished steps."""
@@ -518,8 +520,22 @@ class Checkpointer:
             run.log.say(f"the newer checkpoint {paths[-1].name} is set aside as {kept}")
         return True
 
+    def _in_memory(self) -> ArenaCopy | None:
+        """The newest copy in memory, which a run with checkpoint=auto has left here, where it is newer than the disk's
+        newest."""
+        copies = [copy for place in memory_places(self.folder) for copy in list_copies(place)[0]]
+        on_disk = newest_folder(self.folder)
+        newer = (c for c in copies if on_disk is None or c.copy.step > _step_of(on_disk))
+        return max(newer, key=lambda c: c.copy.step, default=None)
+
     def _readable(self) -> list[Path]:
         """The checkpoints, oldest first; an error where a newer version is there that only checkpoint=auto reads."""
+        if (copy := self._in_memory()) is not None:
+            raise UserError(
+                f"the newest version of {self.folder.parent} is that of step {copy.copy.step} in memory, which "
+                f"checkpoint=fixed cannot read: resume with checkpoint=auto, write it to disk with `shoestring ckpt "
+                f"stop {self.folder.parent}`, or delete {copy.path.parent} to go on without it"
+            )
         paths, newest = step_folders(self.folder), newest_folder(self.folder)
         if newest is not None and newest not in paths:
             raise UserError(

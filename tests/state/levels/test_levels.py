@@ -11,7 +11,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,13 +23,14 @@ from toy_run import SETTINGS, checkpointer, fingerprint, history, make_run, step
 
 from shoestring.errors import UserError
 from shoestring.host.arena import Arena, lock_file
-from shoestring.runlog import RunLog
+from shoestring.runlog import RunLog, read_jsonl
 from shoestring.state.checkpoint import Checkpointer, latest_step, step_folder
 from shoestring.state.levels import remote, snapshot
 from shoestring.state.levels.agent import DRAIN_LOCK, agent_pid
 from shoestring.state.levels.checkpointer import LevelCheckpointer
+from shoestring.state.levels.drain import drain, target_of
 from shoestring.state.levels.events import read_events
-from shoestring.state.levels.host_folder import arena_files, host_folder, host_name
+from shoestring.state.levels.host_folder import arena_files, host_folder, host_name, list_copies
 from shoestring.state.levels.policy import Mean
 from shoestring.state.levels.snapshot import MemoryLevel
 
@@ -230,6 +231,53 @@ def test_shares_of_hosts_are_not_taken_for_no_checkpoint(tmp_path: Path) -> None
     run.step = 7
     Checkpointer(checkpoints, every=0).save(run, parts)
     assert fixed.resume(run, parts)  # the share is older
+
+
+@pytest.mark.usefixtures("no_agent")
+def test_versions_that_all_lack_something_are_named_before_the_run_starts_anew(tmp_path: Path) -> None:
+    folder, checkpoints = tmp_path / "run", tmp_path / "run" / "checkpoints"
+    begin(folder, 7).let_go()
+    arena = Arena.open(arena_files(host_folder(folder))[0])
+    for v in arena.versions():  # as if the first tensor had been on a host that is gone
+        arena.commit(v.slot, v.sequence, v.step, {**v.index, "boxes": v.index["boxes"][1:]})
+    arena.close()
+    copies = list_copies(host_folder(folder))[0]
+    newest = [c for c in copies if c.copy.step == 7]
+    with ThreadPoolExecutor(1) as pool:
+        drain(newest, target_of(newest, checkpoints, "first"), pool)
+    log, said = RunLog(folder, quiet=True), []
+    log.say = said.append  # type: ignore[method-assign]
+    log.log(5, loss=1.0)
+    run, parts = make_run(log=log)
+    saver = checkpointer(folder)
+    assert not saver.resume(run, parts)
+    here, lacks = f"memory of {host_name()}", "is not complete: the tensors of some rank are missing"
+    assert re.search(rf"passed over: step 7 {lacks} .*\(found in disk of {host_name()} and {here}\)", said[0]), said
+    assert re.search(rf"passed over: step 6 {lacks} .*\(found in {here}\)", said[1]), said
+    kept = checkpoints / "hosts" / "first" / "step-00000007.set-aside"
+    assert said[-2:] == [f"passed over: {kept} (set aside)", "no version is complete: starting anew at step 0"]
+    assert kept.is_dir() and log.history == [] == read_jsonl(folder / "metrics.jsonl")
+    assert {c.copy.step for c in list_copies(host_folder(folder))[0]} >= {6, 7}  # until the first save
+    torch.manual_seed(5)
+    train(run, parts, saver, 4)
+    saver.let_go()
+    assert {c.copy.step for c in list_copies(host_folder(folder))[0]} <= {2, 3, 4}
+    run, bits, _ = resumed(folder)
+    assert run.step == 4 and bits == EXPECTED[4]
+
+
+@pytest.mark.usefixtures("no_agent")
+def test_a_newer_version_in_memory_is_not_left_behind_by_fixed_checkpoints(tmp_path: Path) -> None:
+    begin(tmp_path / "run", 7).let_go()
+    fixed = Checkpointer(tmp_path / "run" / "checkpoints", every=0)
+    assert fixed.newest() == arena_files(host_folder(tmp_path / "run"))[0]
+    run, parts = make_run()
+    with pytest.raises(UserError, match=r"step 7 in memory, .*checkpoint=auto, .*`shoestring ckpt stop .*run`, or del"):
+        fixed.resume(run, parts)
+    newest = [c for c in list_copies(host_folder(tmp_path / "run"))[0] if c.copy.step == 7]
+    with ThreadPoolExecutor(1) as pool:
+        drain(newest, target_of(newest, fixed.folder, host_name()), pool)
+    assert fixed.resume(run, parts) and fingerprint(run, parts) == EXPECTED[7]
 
 
 @pytest.mark.usefixtures("no_agent")

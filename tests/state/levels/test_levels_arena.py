@@ -154,7 +154,7 @@ def test_copies_are_complete_together() -> None:
     assert missing_of([copy_of(0, (A0, B)), copy_of(1, (A1,))]) is None
     assert "a from" in (missing_of([copy_of(0, (A0, B))]) or "")
     assert "some rank" in (missing_of([copy_of(0, (A0,)), copy_of(1, (A1,))]) or "")  # nobody has b
-    assert missing_of([]) == "no copy at all"
+    assert missing_of([]) == "there is none"
     assert "different states" in (missing_of([copy_of(0, (A0, B)), copy_of(1, (A1,), names_sum="other")]) or "")
 
 

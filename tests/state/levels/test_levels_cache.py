@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from shoestring.config import to_json
 from shoestring.errors import UserError
 from shoestring.state.levels.cache import CheckpointCache
 from shoestring.state.levels.checkpointer import LevelCheckpointer
@@ -98,7 +99,10 @@ def test_a_loop_goes_on_where_it_was() -> None:
             {"levels": LevelsConfig(xor_set=3, peer="replica")},
             r"levels\.xor_set=3 is for levels\.peer=xor, not replica",
         ),
-        ({"checkpoint": "fixed", "levels": LevelsConfig(peer="replica")}, r"settings of checkpoint=auto"),
+        (
+            {"checkpoint": "fixed", "levels": LevelsConfig(peer="replica")},
+            r"levels\.peer=replica is a setting of checkpoint=auto",
+        ),
         ({"checkpoint": "fixed", "preempt_s": 30.0}, r"preempt_s=30 is a setting of checkpoint=auto"),
     ],
 )
@@ -111,11 +115,21 @@ def test_settings_that_cannot_work(change: dict[str, Any], words: str) -> None:
     "saved",
     [
         CheckpointConfig(preempt_s=30.0),
+        CheckpointConfig(levels=LevelsConfig(remote="s3://bucket/run", budget=0.02)),
         CheckpointConfig(checkpoint="auto", levels=LevelsConfig(peer_gbps=1.0)),
         CheckpointConfig(checkpoint="auto", levels=LevelsConfig(xor_set=3, peer="replica")),
     ],
 )
-def test_a_run_that_was_started_with_settings_without_effect_can_be_resumed(saved: CheckpointConfig) -> None:
-    check_checkpoints(saved, resumed=True)
+def test_settings_without_effect_are_refused_only_where_a_resumed_run_does_not_have_them(
+    saved: CheckpointConfig,
+) -> None:
+    with pytest.raises(UserError):
+        check_checkpoints(saved)
+    check_checkpoints(saved, saved=to_json(saved))
+    check_checkpoints(replace(saved, checkpoint="fixed"), saved=to_json(saved))
+    check_checkpoints(replace(saved, checkpoint="fixed", levels=LevelsConfig()), saved=to_json(saved))
+    new = replace(saved, checkpoint="fixed", levels=replace(saved.levels, agent_idle=7.0))
+    with pytest.raises(UserError, match=r"levels\.agent_idle=7 is a setting of checkpoint=auto: give that too"):
+        check_checkpoints(new, saved=to_json(saved))
     with pytest.raises(UserError, match="is not possible"):
-        check_checkpoints(replace(saved, checkpoint="auto", levels=LevelsConfig(budget=0.0)), resumed=True)
+        check_checkpoints(replace(saved, checkpoint="auto", levels=LevelsConfig(budget=0.0)), saved=to_json(saved))

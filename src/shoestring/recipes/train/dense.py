@@ -138,7 +138,7 @@ def pretrain(
     elif cfg.run is not None:
         check_free(Path(cfg.run))
     check_resume_from(to_json(cfg))
-    check_checkpoints(cfg, resumed=cfg.resume is not None)
+    check_checkpoints(cfg, saved=None if cfg.resume is None else read_config(Path(cfg.resume)).get("config"))
     pretraining.check_model(cfg, vocab_size=cfg.vocab_size, context=cfg.context)
     check_reducer(cfg, cfg.mesh)
     mesh = open_mesh(cfg.mesh, cfg.device)
@@ -166,7 +166,7 @@ def pretrain(
             log.say(f"no validation: {pretraining.few_documents(corpus, cfg.context)}")
         checkpointer = open_checkpointer(cfg, folder)
         if cfg.resume is not None and checkpointer.newest() is None:
-            log.say(f"{folder} has no checkpoint yet: starting from the first step")
+            log.say(f"{folder} has no checkpoint that can be used: starting at step 0")
             log.truncate_after(0)
         run = Run(model, build_optimizer(cfg, model, lr=cfg.lr, weight_decay=cfg.weight_decay), mesh, log)
         try:

@@ -61,6 +61,7 @@ from shoestring.state.levels.drain import HOSTS
 from shoestring.state.levels.events import Event, append_event, rates_from_events, read_events
 from shoestring.state.levels.host_folder import (
     FINISHED,
+    ON_DISK,
     STOP,
     alive_path,
     arena_files,
@@ -71,6 +72,7 @@ from shoestring.state.levels.host_folder import (
     list_copies,
     make_host_folder,
     memory_base,
+    memory_places,
 )
 from shoestring.state.levels.peers import GroupLink, Key, PeerRounds, Replicas
 from shoestring.state.levels.policy import LEVELS, Cost, IntervalPlan, Mean, Rate, duration, make_plan
@@ -82,6 +84,7 @@ from shoestring.state.levels.restore import (
     fill_tensors,
     folder_copy,
     gather_offers,
+    incomplete,
     manifest_of,
     offers_here,
 )
@@ -175,7 +178,7 @@ class LevelCheckpointer:
         on_disk = newest_folder(self.folder)
         if on_disk is not None:
             return on_disk
-        return next((c.path for place in self._places() for c in list_copies(place)[0]), None)
+        return next((c.path for place in memory_places(self.folder) for c in list_copies(place)[0]), None)
 
     def discard(self, run: RunLike, step: int) -> None:
         """Versions of this step and later ones must not be resumed from: erased in memory, set aside on disk."""
@@ -185,17 +188,13 @@ class LevelCheckpointer:
         if self._peers is not None:  # a round that goes on would bring the version back
             self._peers.wait()
         run.mesh.barrier()
-        for place in self._places():
+        for place in memory_places(self.folder):
             self._forget_newer(place, run, step - 1)
         with self._no_drain(run.mesh):
             self._set_aside(run, step)
         self._set_aside_remote(run, step)
         self.saved_step = None
         run.mesh.barrier()
-
-    def _places(self) -> list[Path]:
-        """Where copies in memory may be on this host."""
-        return [host_folder(self.folder.parent), host_folder(self.folder.parent, self._disk_base)]
 
     def after_step(self, run: RunLike, parts: dict[str, Any]) -> None:
         now = time.perf_counter()
@@ -283,7 +282,7 @@ class LevelCheckpointer:
         if not self._hooked:
             run.optimizer.register_step_pre_hook(lambda *_: self.wait_copied())
             self._hooked = True
-        arenas = self._places()
+        arenas = memory_places(self.folder)
         self._hold(next((p for p in arenas if p.is_dir()), None), run.mesh)
 
         def look() -> tuple[list[Offer], list[str]]:
@@ -315,6 +314,7 @@ class LevelCheckpointer:
             )
         if choice is None:
             self._refuse_damaged(run)
+            self._start_anew(run, offers)
             if self.seed is not None:
                 seed_rng(self.seed, run.mesh)
             if run.mesh.is_main:
@@ -375,6 +375,19 @@ class LevelCheckpointer:
                     ) from error
 
         on_main(run.mesh, look)
+
+    def _start_anew(self, run: RunLike, offers: Sequence[Offer]) -> None:
+        """Where versions were found, each of which lacks something: they are named, and no later run takes them for
+        its own."""
+        if not offers:
+            return
+        aside = self._set_aside(run, 0)  # retention would count them and delete newer ones of fewer steps
+        if run.log is None:
+            return
+        for line in (*incomplete(offers), *(f"{path} (set aside)" for path in aside)):
+            run.log.say(f"passed over: {line}")
+        run.log.say("no version is complete: starting anew at step 0")
+        run.log.truncate_after(0)
 
     def _fill(self, run: RunLike, parts: dict[str, Any], choice: ChosenVersion, told: str | None) -> str:
         began = time.perf_counter()
@@ -608,6 +621,11 @@ class LevelCheckpointer:
         least_slots = 3 if with_peers else 2
         on_this_host = sum(size for host, size in needs if host == self.host)
         for_peers = round(self._peer_share() * max(size for _, size in needs) * self._hosts.count(self.host))
+        # Where no version was complete, those that were found stay in memory until this first save: the user may want
+        # to begin again with the host that lacked.
+        for place in memory_places(self.folder):
+            self._forget_newer(place, run, run.step)
+        run.mesh.barrier()
         self._arenas = self._place(run, least_slots * on_this_host + for_peers)
         # One more, where most of the memory stays free: saves go on while the agent reads a slot for a slow disk.
         spare = room_for(self._arenas, 2 * ((least_slots + 1) * on_this_host + for_peers)) is None
@@ -696,7 +714,7 @@ class LevelCheckpointer:
 
     @property
     def _disk_base(self) -> Path:
-        return self.folder / ".arenas"
+        return self.folder / ON_DISK
 
     def _start_agent(self, mesh: Mesh) -> None:
         assert self._arenas is not None

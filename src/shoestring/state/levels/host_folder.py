@@ -32,6 +32,7 @@ from shoestring.state.levels.version import HeldCopy, parse_index
 
 DEFAULT_BASE = "/dev/shm"
 AGENT_LOCK, AGENT_CONFIG, AGENT_LOG, FINISHED, STOP = "agent.lock", "agent.json", "agent.log", "finished", "stop"
+ON_DISK = ".arenas"  # beside the checkpoints: the base of copies for which memory has no room
 NOT_STOPPED = "not-stopped"  # the answer to `stop`: why the agent goes on
 ArenaKind = Literal["rank", "replica", "parity"]
 T = TypeVar("T")
@@ -50,6 +51,12 @@ def host_folder(run: Path, base: Path | None = None) -> Path:
     """The folder of this run on this host; it need not exist."""
     mark = hashlib.sha256(os.fsencode(run.resolve())).hexdigest()[:16]
     return (base or memory_base()) / f"shoestring-{os.getuid()}" / f"{mark}-{host_name()}"
+
+
+def memory_places(checkpoints: Path) -> list[Path]:
+    """Where copies in memory of the run with these checkpoints may be on this host: there, or on disk where that was
+    full."""
+    return [host_folder(checkpoints.parent), host_folder(checkpoints.parent, checkpoints / ON_DISK)]
 
 
 def make_host_folder(folder: Path) -> Path:

@@ -15,7 +15,7 @@ import contextlib
 import os
 import queue
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -140,18 +140,33 @@ class ChosenVersion:
 
 def choose(offers: Iterable[Offer], *, before: int | None = None) -> ChosenVersion | None:
     """The newest complete version (with `before`: of an earlier step); None where there is none."""
+    passed: list[str] = []
+    for key, some, lacking in _versions(offers):
+        if before is not None and key[0] >= before:
+            continue
+        if lacking is None:
+            return ChosenVersion(*key, some, tuple(passed))
+        passed.append(_passed_over(key[0], some, lacking))
+    return None
+
+
+def incomplete(offers: Iterable[Offer]) -> list[str]:
+    """The versions that lack something, newest first, each with where it is and what it lacks."""
+    return [_passed_over(key[0], some, lacking) for key, some, lacking in _versions(offers) if lacking is not None]
+
+
+def _versions(offers: Iterable[Offer]) -> Iterator[tuple[tuple[int, str], tuple[Offer, ...], str | None]]:
+    """(step and life, who offers it, what they lack together), newest first."""
     versions: dict[tuple[int, str], list[Offer]] = defaultdict(list)
     for offer in offers:
         versions[offer.copy.key].append(offer)
-    passed: list[str] = []
     for key in sorted(versions, reverse=True):
-        if before is not None and key[0] >= before:
-            continue
-        lacking = missing_of(offer.copy for offer in versions[key])
-        if lacking is None:
-            return ChosenVersion(*key, tuple(versions[key]), tuple(passed))
-        passed.append(f"step {key[0]} is not complete: {lacking} is missing")
-    return None
+        yield key, tuple(versions[key]), missing_of(offer.copy for offer in versions[key])
+
+
+def _passed_over(step: int, offers: Sequence[Offer], lacking: str) -> str:
+    places = sorted({f"{offer.source} of {offer.host}" for offer in offers})
+    return f"step {step} is not complete: {lacking} (found in {' and '.join(places)})"
 
 
 def manifest_of(choice: ChosenVersion) -> Manifest:
@@ -218,7 +233,7 @@ def fill_tensors(
     while True:
         if (lacking := missing_of(o.copy for o in offers)) is not None:
             raise UserError(
-                f"the version of step {choice.step} cannot be used: {'; '.join(damaged)}, and no other copy has "
+                f"the version of step {choice.step} cannot be used: {'; '.join(damaged)}; of the other copies: "
                 f"{lacking}; resume_from=previous goes on from the version before it"
             )
         pieces, missing = plan_pieces(targets, offers, host)

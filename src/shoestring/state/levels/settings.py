@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from shoestring.config import option
+from shoestring.config import option, to_json
 from shoestring.errors import UserError
 
 MOST_XOR_SET = 32  # hosts; a larger set loses two of them too often
@@ -54,8 +55,8 @@ class CheckpointConfig:
     levels: LevelsConfig = option(LevelsConfig(), "details of checkpoint=auto")
 
 
-def check_checkpoints(cfg: CheckpointConfig, *, resumed: bool = False) -> None:
-    """`resumed`: settings that have no effect may be those that the run was started with."""
+def check_checkpoints(cfg: CheckpointConfig, *, saved: Mapping[str, Any] | None = None) -> None:
+    """`saved`: the settings that a resumed run has, of which those without effect are no reason to refuse it."""
     if not 0 < cfg.levels.budget <= 0.5:
         raise UserError(f"levels.budget={cfg.levels.budget} is not possible; give more than 0 and at most 0.5")
     if cfg.levels.mttf_hours is not None and not 0 < cfg.levels.mttf_hours < math.inf:
@@ -66,22 +67,29 @@ def check_checkpoints(cfg: CheckpointConfig, *, resumed: bool = False) -> None:
         raise UserError(f"levels.xor_set={cfg.levels.xor_set} is too many; give at most {MOST_XOR_SET}")
     if not cfg.levels.remote_timeout_s > 0:
         raise UserError(f"levels.remote_timeout_s={cfg.levels.remote_timeout_s} is not possible; give more than 0")
-    if cfg.checkpoint == "fixed":
-        if cfg.levels != LevelsConfig():
-            raise UserError("levels.* are settings of checkpoint=auto: give it too, or leave them out")
-        if cfg.preempt_s is not None and not resumed:
-            raise UserError(
-                f"preempt_s={cfg.preempt_s:g} is a setting of checkpoint=auto: give it too, or leave it out"
-            )
-    if resumed:
-        return
-    if cfg.levels.peer_gbps is not None and cfg.levels.peer == "off":
+    given = _set_by_user(to_json(cfg), saved or {})
+    if cfg.checkpoint == "fixed" and given:
+        key, value = next(iter(given.items()))
+        text = f"{value:g}" if isinstance(value, float) else value
+        raise UserError(f"{key}={text} is a setting of checkpoint=auto: give that too, or leave {key} out")
+    if "levels.peer_gbps" in given and cfg.levels.peer == "off":
         raise UserError(
             f"levels.peer_gbps={cfg.levels.peer_gbps:g} limits copies to peers, and levels.peer is off: give "
             "levels.peer=replica or xor, or leave it out"
         )
-    if cfg.levels.xor_set != LevelsConfig().xor_set and cfg.levels.peer != "xor":
+    if "levels.xor_set" in given and cfg.levels.peer != "xor":
         raise UserError(
             f"levels.xor_set={cfg.levels.xor_set} is for levels.peer=xor, not {cfg.levels.peer}: give that, or leave "
             "it out"
         )
+
+
+def _set_by_user(settings: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """preempt_s and levels.* that are neither the usual ones nor those of the run that is resumed."""
+
+    def flat(some: Mapping[str, Any]) -> dict[str, Any]:
+        levels = {f"levels.{key}": value for key, value in (some.get("levels") or {}).items()}
+        return {"preempt_s": some.get("preempt_s"), **levels}
+
+    usual, before = flat(to_json(CheckpointConfig())), flat(saved)
+    return {k: v for k, v in flat(settings).items() if v not in (usual[k], before.get(k, usual[k]))}

@@ -80,24 +80,24 @@ def sum_of_names(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> str:
 
 
 def missing_of(copies: Iterable[HeldCopy]) -> str | None:
-    """What the copies together lack of a complete version, in words; None where they lack nothing."""
+    """What the copies together lack of a complete version, in a clause; None where they lack nothing."""
     copies = list(copies)
     if not copies:
-        return "no copy at all"
+        return "there is none"
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
     boxes: dict[str, list[Box]] = {}
     for copy in copies:
         if copy.names_sum != copies[0].names_sum:
-            return "copies of different states"
+            return "they are of different states"
         for held in copy.boxes:
             if tensors.setdefault(held.name, (held.dtype, held.shape)) != (held.dtype, held.shape):
                 return f"{held.name} has two shapes"
             boxes.setdefault(held.name, []).append(held.box)
     for name, (_, shape) in tensors.items():
         if gaps := uncovered(shape, boxes[name]):
-            return f"{name} from {list(gaps[0].start)} to {list(gaps[0].stop)}"
+            return f"{name} from {list(gaps[0].start)} to {list(gaps[0].stop)} is missing"
     if sum_of_names(tensors) != copies[0].names_sum:
-        return f"the tensors of some rank (there are copies of ranks {sorted({c.rank for c in copies})})"
+        return f"the tensors of some rank are missing (there are copies of ranks {sorted({c.rank for c in copies})})"
     return None
 
 
