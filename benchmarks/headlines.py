@@ -174,7 +174,8 @@ def speculation() -> list[str]:
         "same engine without a drafter; n-gram lookup (one request, greedy)",
         f"{speed}; always 4 drafts, one request, one turn: trained {fixed[trained]:.2f}x, n-gram "
         f"{fixed[drafter_tables.LOOKUP]:.2f}x. Sampled at temperature 1 / 0.7, one request, same shape on {said}): "
-        f"{drawn['drawn']:.2f}x / {drawn['drawn at 0.7']:.2f}x ({turns}). One drafter each",
+        f"{drawn['drawn']:.2f}x / {drawn['drawn at 0.7']:.2f}x ({turns}). One drafter each; "
+        "well-trained targets gain less",
         link("drafter", "methods/drafter.md"),
     ]
 

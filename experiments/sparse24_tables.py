@@ -28,6 +28,7 @@ SHORT_NAMES = {
     "S-STE FP8": "S-STE (MVUE) in FP8",
 }  # fmt: skip
 WHOLE, HALF = 700, 350  # steps of the short runs
+ENOUGH = 3  # seeds for a loss to stand in the table of the method's page
 SWEPT = ("dense", "FST exact", "SR-STE exact", "S-STE exact")
 Pairs = list[tuple[dict[str, Any], dict[str, Any]]]  # of a run and the dense run that it is compared with
 NOTHING = "No row has been finished yet."
@@ -46,13 +47,14 @@ def stable_table() -> str:
 
 def short() -> str:
     """Loss and speed side by side: the loss at GPT-2's shape with a rate that stays, and whole steps at two widths. The
-    distance of rows without a long run is that of the short one, which the cell says."""
+    distance of rows without a long run is that of the short one, which the cell says. Losses of fewer than ENOUGH seeds
+    are not in the table but in a sentence below it: one seed orders nothing."""
     lines, brief = lines_of(GPT2, repeats=False, schedule=WSD), lines_of(SHORT, schedule=WSD, steps=HALF)
     steps = [n for n in newest("train_sparse24") if n["config"]["what"] == "step"]
     speed = {
         (n["case"].replace(", exact weight gradient", " exact"), n["config"]["d_model"]): n["ratio"] for n in steps
     }
-    rows, shown = [], list(lines)
+    rows, shown, few = [], list(lines), []
     for case in ("dense", "half-width", "FST", "FST exact", "S-STE", "S-STE exact", "SR-STE exact", "FP8"):
         runs = [n for n in lines if n["case"] == case]
         loss = f"{statistics.mean(n['value'] for n in runs):.4f}" if runs else ""
@@ -62,12 +64,19 @@ def short() -> str:
         if gap and not runs:
             gap += f" at {measured[0]['config']['tokens'] / 1e6:.1f}M tokens"
             shown += [n for pair in pairs for n in pair]
+        count, name = str(len(measured) or ""), SHORT_NAMES.get(case, case)
         timed = [speed.get((case, width)) for width in (2048, 4096)]
+        if 0 < len(measured) < ENOUGH and case != "dense":
+            few.append(f"{name} {gap} ({len(measured)})")
+            if not any(timed):
+                continue
+            loss = gap = count = ""
         cells = ["1.00x" if case == "dense" else f"{ratio:.2f}x" if ratio else "" for ratio in timed]
         ends = "2:4" if case in SPARSE else "dense"
-        rows.append([SHORT_NAMES.get(case, case), ends, loss, gap, str(len(measured) or ""), *cells])
+        rows.append([name, ends, loss, gap, count, *cells])
     header = ["", "delivers", "validation loss", "against dense", "seeds", "step at width 2,048", "at 4,096"]
-    return markdown(header, rows) + provenance([*shown, *steps])
+    below = f"\n\nWith fewer than {ENOUGH} seeds, in brackets how many: {'; '.join(few)}." if few else ""
+    return markdown(header, rows) + below + provenance([*shown, *steps])
 
 
 def pairs_of(runs: list[dict[str, Any]], lines: list[dict[str, Any]]) -> Pairs:

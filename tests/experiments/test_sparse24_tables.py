@@ -17,6 +17,7 @@ from experiments.sparse24_tables import (
     gap_of,
     rates_of,
     repeated_curves,
+    short,
 )
 
 
@@ -40,6 +41,32 @@ def test_curves_are_shown_at_the_same_steps(tmp_path: Path, monkeypatch: pytest.
         "| dense | 3.00 | 1.00 |",
         "| FST | 4.00 | 2.00 |",
     ]
+
+
+def test_losses_of_few_seeds_are_not_in_the_table_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    for case, seed, loss in (
+        *(("dense", seed, 2.0) for seed in range(3)),
+        *(("FST", seed, 2.02) for seed in range(3)),
+        ("half-width", 0, 2.1),
+        ("S-STE", 0, 2.04),
+    ):
+        results.record(
+            bench="sparse24_quality", case=case, metric="validation loss", unit="nats per token", samples=[loss],
+            config={"model": "gpt2-124m", "seed": seed, "tokens": 9, "different_tokens": 9, "schedule": "wsd"},
+        )  # fmt: skip
+    results.record(
+        bench="train_sparse24", case="S-STE", metric="ms", unit="ms", samples=[10.0],
+        baseline="dense", baseline_value=12.0, config={"what": "step", "d_model": 2048},
+    )  # fmt: skip
+    shown = short().splitlines()
+    assert "| FST (MVUE) | dense | 2.0200 | +1.00% (+1.00 to +1.00) | 3 |  |  |" in shown
+    assert "| S-STE (MVUE) | 2:4 |  |  |  | 1.20x |  |" in shown  # its speed is no matter of seeds
+    assert not any(row.startswith("| dense, half") for row in shown)
+    below = (
+        "With fewer than 3 seeds, in brackets how many: dense, half the FFN width +5.00% (1); S-STE (MVUE) +2.00% (1)."
+    )
+    assert below in shown
 
 
 def test_columns_are_spread_evenly() -> None:
