@@ -5,11 +5,11 @@ at every boundary: for the last block of one kernel, the launch of the next and 
 its share of all weights through a ring in shared memory, ahead of the activations, which the SMs pass to each other
 as tagged words. The reference, `row_step_ref`, is the same step by the references of its parts.
 
-For weights in bf16 or fp16, or of 2, 3 or 4 bits with integer grids (kernels/lowbit/chunk_layout.py); RMS norms,
-SwiGLU, causal attention with or without RoPE, head norms, biases and windows; equal shapes in all layers. The head is
-part of the kernel where it is dense, else the residual stream is the result. `unusable` names what is missing; the
-kernels of kernels/gemv, kernels/lowbit and kernels/attention are the other way. One launch at a time may use a
-`RowStep`.
+For weights in bf16 or fp16, or of 2, 3 or 4 bits with integer grids (kernels/lowbit/chunk_layout.py) and activations
+in bf16; RMS norms, SwiGLU, causal attention with or without RoPE, head norms, biases and windows; equal shapes in all
+layers. The head is part of the kernel where it is dense, else the residual stream is the result. `unusable` names
+what is missing; the kernels of kernels/gemv, kernels/lowbit and kernels/attention are the other way. One launch at a
+time may use a `RowStep`.
 
 Shapes: D model width, F inner width, H query heads, G key/value heads, d head dim, V vocabulary, E = (H + 2G) d.
 """
@@ -230,6 +230,10 @@ def unusable(shape: StepShape, plan: RowStepPlan, limits: DeviceLimits = H200) -
     layout = shape.layout
     if layout is not None and layout.table:
         return "levels from a table"
+    if layout is not None and shape.dtype == torch.float16:
+        # Inputs of packed products are rounded after the weight of their norm and before they are divided by their
+        # size: 20,000 times a weight of 4 is infinite in fp16.
+        return "packed weights with activations in fp16"
     if layout is None and shape.head_scale:
         return "a head of 8-bit codes behind dense layers"
     each, parts = (2, plan.slices) if layout is None else (CHUNK_ROWS, lambda shape, width: 1)
