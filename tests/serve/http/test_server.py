@@ -25,7 +25,7 @@ from serving import running, wait_for  # noqa: E402
 from shoestring.errors import UserError  # noqa: E402
 from shoestring.model import Tokenizer, save_model  # noqa: E402
 from shoestring.serve import Engine, Sampling  # noqa: E402
-from shoestring.serve.engine.logit_rules import SamplingWithRules  # noqa: E402
+from shoestring.serve.engine.logit_rules import SamplingWithRules, TokenLogprob  # noqa: E402
 from shoestring.serve.http.engine_client import WAKE, EngineClient, OutputCollector  # noqa: E402
 from shoestring.serve.http.engine_messages import (  # noqa: E402
     ChoiceDelta,
@@ -348,10 +348,49 @@ def test_a_text_goes_on_where_the_prompt_ends() -> None:
     assert asyncio.run(serve()) == " the"
 
 
+@pytest.mark.parametrize("kind", ["bytes", "sentencepiece"])
+@pytest.mark.parametrize("echo", [False, True])
+@pytest.mark.parametrize("streams", [False, True])
+def test_offsets_of_tokens_are_places_in_the_text(kind: str, echo: bool, streams: bool) -> None:
+    tokenizer = chat_tokenizer() if kind == "bytes" else Tokenizer.from_gguf(sentencepiece_fields())
+    end = tokenizer.special["eos_token"]
+    asked, told = f"the{end}\U0001f600n", "he\U0001f600 the"
+    prompt = [tokenizer.bos_id, *tokenizer.encode(asked, special=False)]
+    new = [*tokenizer.encode(told, special=False)[kind != "bytes" :], tokenizer.eos_id, tokenizer.encode("\u00e9")[-2]]
+    made = CompletionResponse("m", tokenizer, [prompt], [asked] if echo else None, 1, True, False)
+    stream, pieces = tokenizer.stream(after=prompt), list[dict[str, Any]]()
+    for i, token in enumerate(new):
+        last = i == len(new) - 1
+        delta = ChoiceDelta(
+            *(stream.step(token), (token,), (TokenLogprob(token, -1.0, ()),)),
+            prompt_logprobs=(None, *(TokenLogprob(t, -1.0, ()) for t in prompt[1:])) if echo and not i else None,
+            finish_reason="length" if last else None,
+        )
+        made.add(0, delta)
+        if streams:
+            pieces += [json.loads(event[6:])["choices"][0] for event in made.chunks(0, delta)]
+    if not streams:
+        pieces = made.whole()["choices"]
+    text = "".join(piece["text"] for piece in pieces)
+    assert text == asked * echo + told
+    names = [name for piece in pieces for name in piece["logprobs"]["tokens"]]
+    places = [place for piece in pieces for place in piece["logprobs"]["text_offset"]]
+    assert len(names) == len(places) == len(new) + len(prompt) * echo
+    for i, (name, place) in enumerate(zip(names, places, strict=True)):
+        if name.startswith("bytes:"):
+            assert text[place : place + 1] in ("\U0001f600", "")  # all of its tokens; the last character is not whole
+        elif name != end and name != tokenizer.special["bos_token"]:
+            begins = name.lstrip() if i < len(prompt) * echo else name  # SentencePiece has more spaces than the prompt
+            assert text.startswith(begins, place), (name, place)
+    if echo:
+        assert places[: len(prompt)].count(0) == 2 and places[len(prompt)] == len(asked)
+        assert text.startswith(end, places[prompt.index(tokenizer.eos_id, 1)])
+
+
 @pytest.mark.parametrize("chat", [False, True])
 @pytest.mark.parametrize("usage", [False, True])
 def test_events_of_a_text_alone_are_the_bytes_that_the_library_writes(chat: bool, usage: bool) -> None:
-    made = CompletionResponse("a model", lambda _: b"", [[1]] * 2, None, 1, False, chat, include_usage=usage)
+    made = CompletionResponse("a model", chat_tokenizer(), [[1]] * 2, None, 1, False, chat, include_usage=usage)
     for text in ("first", 'a "quoted"\\ line\n\t\x00\x1f\x7f', "\u00e9\u2028\U0001f600", "</script>"):
         delta = ChoiceDelta(text, (5,), drafted=(False,))
         made.add(1, delta)

@@ -275,7 +275,7 @@ class Api:
         """`body`: the answer is a response object, not a completion."""
         collected = CompletionResponse(
             self.settings.model_name,
-            self._token_bytes,
+            self.tokenizer,
             parsed.prompts,
             parsed.echo,
             parsed.n,

@@ -10,10 +10,11 @@ and those cut off with a stop string.
 from __future__ import annotations
 
 import base64
+import codecs
 import json
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoestring.model.tokenizer import Tokenizer
 from shoestring.serve.engine.logit_rules import TokenLogprob
 from shoestring.serve.http.engine_messages import ChoiceDelta
 from shoestring.serve.http.request_parsing import ToolUse
@@ -28,7 +30,34 @@ from shoestring.serve.http.request_schema import ApiError
 from shoestring.serve.http.tool_calls import CallPart, Part, TextPart, ToolCallParser
 
 LEAST_LOGPROB = -9999.0  # stands for minus infinity, which JSON does not have
-TokenBytes = Callable[[int], bytes]
+
+
+class TextOffsets:
+    """Where tokens begin in the text of a completion. It has whole characters only, so the tokens of one begin where it
+    does; and no special tokens but those that a prompt was written with."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._bytes, self._special, self._num = tokenizer.token_bytes, tokenizer.special_ids, 0
+        self._new_decoder = codecs.getincrementaldecoder("utf-8")
+        self._decode = self._new_decoder("replace").decode
+
+    def of_prompt(self, prompt: Sequence[int], echo: str) -> list[int]:
+        """Of its tokens in the text that it is repeated as; what is written begins behind that."""
+        decode, at, offsets = self._new_decoder("replace").decode, 0, []
+        for token in prompt:
+            offsets.append(min(at, len(echo)))
+            text = decode(self._bytes(token))
+            if token in self._special and not echo.startswith(text, at):  # a BOS
+                continue
+            at += len(text) - (text[:1] == " " != echo[at : at + 1])  # SentencePiece puts spaces before some words
+        self._num = len(echo)
+        return offsets
+
+    def of_next(self, token: int) -> int:
+        offset = self._num
+        if token not in self._special:
+            self._num += len(self._decode(self._bytes(token)))
+        return offset
 
 
 @dataclass
@@ -52,7 +81,7 @@ class Choice:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob | None] | None = None
     finish_reason: str | None = None
-    text_offset: int = 0  # of the next token in the log-probabilities of a completion
+    offsets: TextOffsets | None = None  # of the log-probabilities of a completion
     begun: bool = False  # its first chunk has been sent
     parser: ToolCallParser | None = None
     calls: list[Call] = field(default_factory=list)
@@ -80,7 +109,7 @@ class CompletionResponse:
     """The response to one request: choice i belongs to prompt i // n."""
 
     model: str
-    token_bytes: TokenBytes
+    tokenizer: Tokenizer
     prompts: list[list[int]]
     echo: list[str] | None  # the prompt texts, if the client wants them before the completions
     n: int
@@ -101,6 +130,7 @@ class CompletionResponse:
         kind = "chat.completion.chunk" if self.chat else "text_completion"
         # What all chunks begin with; without the closing brace.
         self._chunk_head = f'{{"id":"{self.id}","object":"{kind}","created":{self.created},"model":{QUOTE(self.model)}'
+        self._token_bytes = self.tokenizer.token_bytes
         make = None if self.tools is None else self.tools.parser
         self.choices = [Choice(parser=None if make is None else make()) for _ in range(len(self.prompts) * self.n)]
 
@@ -239,7 +269,7 @@ class CompletionResponse:
         if not self.mark_drafts:
             return {}
         pairs = zip(delta.token_ids, delta.drafted, strict=True)
-        return {"tokens": [{"bytes": list(self.token_bytes(t)), "drafted": d} for t, d in pairs]}
+        return {"tokens": [{"bytes": list(self._token_bytes(t)), "drafted": d} for t, d in pairs]}
 
     def _text_event(self, index: int, text: str) -> str:
         """What `_event` writes of a text alone, in a third of the time."""
@@ -262,30 +292,28 @@ class CompletionResponse:
             return None
 
         def entry(token: int, logprob: float) -> dict[str, Any]:
-            raw = self.token_bytes(token)
+            raw = self._token_bytes(token)
             return {"token": raw.decode(errors="replace"), "logprob": max(logprob, LEAST_LOGPROB), "bytes": list(raw)}
 
         content = [{**entry(g.token, g.logprob), "top_logprobs": [entry(t, p) for t, p in g.top]} for g in given]
         return {"content": content, "refusal": None}
 
     def _text_logprobs(self, index: int, given: Sequence[TokenLogprob]) -> dict[str, Any] | None:
-        """OpenAI's older form; advances the choice's text offset. The prompt comes first where echoed."""
+        """OpenAI's older form; advances the choice's offsets. The prompt comes first where echoed."""
         if not self.logprobs:
             return None
-        choice = self.choices[index]
+        choice, prompt = self.choices[index], self.prompts[index // self.n]
+        choice.offsets = choice.offsets or TextOffsets(self.tokenizer)
         entries: list[TokenLogprob | None] = list(given)
-        prompt = self.prompts[index // self.n]
+        tokens, offsets = [g.token for g in given], list[int]()
         if self.echo is not None and not choice.begun:
             assert choice.prompt_logprobs is not None
             entries = [*choice.prompt_logprobs, *entries]
-        tokens, offsets = [], []
-        for entry in entries:
-            token = prompt[0] if entry is None else entry.token
-            tokens.append(self._name(token))
-            offsets.append(choice.text_offset)
-            choice.text_offset += len(self.token_bytes(token).decode(errors="ignore"))
+            tokens = [*prompt, *tokens]
+            offsets = choice.offsets.of_prompt(prompt, self.echo[index // self.n])
+        offsets += [choice.offsets.of_next(g.token) for g in given]
         return {
-            "tokens": tokens,
+            "tokens": [self._name(token) for token in tokens],
             "token_logprobs": [None if e is None else max(e.logprob, LEAST_LOGPROB) for e in entries],
             "top_logprobs": [None if e is None else self._top(e) for e in entries],
             "text_offset": offsets,
@@ -300,7 +328,7 @@ class CompletionResponse:
         return top
 
     def _name(self, token: int) -> str:
-        raw = self.token_bytes(token)
+        raw = self._token_bytes(token)
         try:
             return raw.decode()
         except UnicodeDecodeError:  # part of a character: named by its bytes, so that names differ
