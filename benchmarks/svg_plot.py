@@ -50,6 +50,7 @@ class Marks:
     dashed: bool = False
     dots: bool = True
     labels: Sequence[str] = ()  # above each point
+    last_beside: bool = False  # the last label is at the right of its point, where other lines end close by
     shown: bool = True  # in the legend
 
 
@@ -221,8 +222,10 @@ def _panel(panel: Panel, left: float, right: float, top: float, bottom: float) -
                 told = f"{m.name}: {m.points[i][1]:,.4g} at {m.points[i][0]:,g}"
                 out.append(f"<g><title>{escape(told)}</title>{_dot(m.color, a, b)}</g>")
             if m.labels and m.labels[i]:
+                beside = m.last_beside and i == len(places) - 1
+                at_x, at_y, side = (a + 9, b + 4, "start") if beside else (a, b - 10, "middle")
                 out.append(
-                    f'<text class="label" x="{a:.1f}" y="{b - 10:.1f}" text-anchor="middle">'
+                    f'<text class="label" x="{at_x:.1f}" y="{at_y:.1f}" text-anchor="{side}">'
                     f"{escape(m.labels[i])}</text>"
                 )
     return "".join(out)
