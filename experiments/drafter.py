@@ -13,6 +13,7 @@ In parts, where a machine is shared for training and idle only for the timing (a
     python -m experiments.drafter --keep DIR --prepare                  target, its text, its scores
     python -m experiments.drafter --keep DIR --wait 200 --no-speed --cases LK AdaSPEC     several of these at once
     python -m benchmarks.drafter_speed --keep DIR                      tokens per second of the kept drafters
+    ... --size long --english FOLDER --keep DIR --prepare              then both, in a second call of ten minutes
 
 Rows alone, in this order and nothing else, with a target that is trained by the first call and read by the others:
 

@@ -6,8 +6,7 @@ reported beside the results.
 
 The target is trained for given seconds, and the learning rate follows the clock. A deep one starts with fewer layers,
 whose steps are cheaper; after a part of the time, blocks with output weights of 0 are inserted between them (block
-expansion, Wu et al. 2024). Then all blocks are trained, or, where memory is short (`long`), the output matrices of the
-inserted ones.
+expansion, Wu et al. 2024). Then all blocks are trained.
 """
 
 from __future__ import annotations
@@ -69,7 +68,6 @@ class Size:
     text_seconds: float = 1e9  # of that writing
     deep_share: float = 1 / 3  # of the target's seconds: with all layers
     deep_micro: int | None = None  # rows of a pass with all layers
-    outputs_only: bool = False  # with all layers: train the output matrices of inserted blocks
     compiled: bool = False  # on a GPU: the blocks while they are trained
 
 
@@ -83,10 +81,10 @@ SIZES = {
     "gpu": Size(
         GPU, 4096, 9.0, 512, 8, 50.0, 6, 4e-4, 1, 0, 4096, 256, 32, 250, 3e-4, 48, 64, 64, 96, 64, 8, 22.0,
     ),
-    # The same shape, trained for longer; its memory stays below 30 GiB, beside other work on the GPU.
+    # The same shape, trained for longer, alone on the GPU.
     "long": Size(
-        GPU, 4096, 80.0, 512, 16, 225.0, 4, 5e-4, 1, 0, 6144, 256, 32, 800, 3e-4, 48, 64, 64, 96, 64, 3, 35.0,
-        deep_share=0.2, deep_micro=4, outputs_only=True,
+        GPU, 4096, 80.0, 512, 32, 330.0, 4, 5e-4, 1, 0, 8192, 256, 32, 800, 3e-4, 48, 64, 64, 96, 64, 3, 40.0,
+        deep_share=0.3, deep_micro=16, compiled=True,
     ),
     # 80M tokens in three minutes of a third of an H200: for acceptance, too small for speeds.
     "medium": Size(
@@ -137,31 +135,28 @@ def train_target(
     )
     data = TokenData(corpus.train, context=size.context, batch=size.batch)
     log = RunLog(None, quiet=True)
-    done = 0
+    compiled = size.compiled and device.type == "cuda"
     if steps is None and size.begins:
-        small = _fresh(replace(spec, num_layers=size.begins), device, dtype)
-        done = train_for(_run(small, size.lr, log), data, size.lr, (1 - size.deep_share) * size.seconds)
-        target = expand(small, _fresh(spec, device, dtype))
-        if size.outputs_only:
-            train_inserted_outputs(target, size.begins)
+        small = _fresh(replace(spec, num_layers=size.begins), device, dtype, compiled)
+        run, seconds = _run(small, size.lr, log), (1 - size.deep_share) * size.seconds
+        done = train_for(run, data, size.lr, seconds, compiles=compiled)
+        target = expand(small, _fresh(spec, device, dtype, compiled))
         data = TokenData(corpus.train, context=size.context, batch=size.batch, micro=size.deep_micro)
-        del small
+        del small, run
         gc.collect()
         run, lr, seconds = _run(target, size.lr, log, done), size.lr / 2, size.deep_share * size.seconds
     else:
-        target = _fresh(spec, device, dtype, compiled=size.compiled and device.type == "cuda")
+        target = _fresh(spec, device, dtype, compiled)
         run, lr, seconds = _run(target, size.lr, log), size.lr, size.seconds
     if steps is None:
-        if size.compiled:  # before the clock begins, at a rate of almost 0
-            train(run, data, CrossEntropy(), steps=2, schedule=constant(lr / 100))
-        steps = train_for(run, data, lr, seconds)
+        steps = train_for(run, data, lr, seconds, compiles=compiled)
     else:
         schedule = warmup_cosine(size.lr, warmup=max(1, steps // 10), steps=steps)
         train(run, data, CrossEntropy(), steps=steps, schedule=schedule)
     del run
     losses = [row["loss"] for row in log.history if "loss" in row]
     num_tokens = steps * data.tokens_per_step
-    if size.compiled:  # blocks that are compiled for training would be compiled again for every other use
+    if compiled:  # blocks that are compiled for training would be compiled again for every other use
         trained, target = target, _fresh(spec, device, dtype)
         target.load_state_dict(trained.state_dict())
         del trained
@@ -206,18 +201,11 @@ def expand(small: Decoder, large: Decoder) -> Decoder:
     return large
 
 
-def train_inserted_outputs(model: Decoder, begins: int) -> None:
-    """Only the matrices that `expand` set to 0 get gradients: optimizer state for a quarter of the weights."""
-    every = len(model.blocks) // begins
-    model.requires_grad_(False)
-    for i, block in enumerate(model.blocks):
-        if i % every:
-            for part in (block.attn.o, block.mlp.down):  # type: ignore[union-attr]
-                part.weight.requires_grad_(True)  # type: ignore[union-attr, operator]
-
-
-def train_for(run: Run, data: TokenData, lr: float, seconds: float) -> int:
-    """As many steps as fit: the rate rises over a tenth of the time and falls to a tenth over the rest."""
+def train_for(run: Run, data: TokenData, lr: float, seconds: float, *, compiles: bool = False) -> int:
+    """As many steps as fit: the rate rises over a tenth of the time and falls to a tenth over the rest. `compiles`: in
+    two steps before the clock begins, at a rate of almost 0."""
+    if compiles:
+        train(run, data, CrossEntropy(), steps=run.step + 2, schedule=constant(lr / 100))
     began, first = time.perf_counter(), run.step
     while (share := (time.perf_counter() - began) / seconds) < 1:
         rate = lr * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * max(0.0, share - 0.1) / 0.9)))

@@ -383,9 +383,6 @@ def test_expanded_blocks_add_nothing_yet() -> None:
     assert torch.allclose(drafter_target.expand(small, large)(tokens), want, atol=1e-6)
     large(tokens).sum().backward()
     assert large.blocks[1].mlp.down.weight.grad.abs().sum() > 0  # type: ignore[union-attr, operator]
-    drafter_target.train_inserted_outputs(large, 2)
-    trained = {name for name, p in large.named_parameters() if p.requires_grad}
-    assert trained == {f"blocks.{i}.{part}.weight" for i in (1, 2, 4, 5) for part in ("attn.o", "mlp.down")}
 
 
 def test_english_and_python_are_mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
