@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ import torch
 
 from shoestring.errors import UserError
 from shoestring.evals.lm_eval_adapter import Scorer, lm_eval_model, read_settings
+from shoestring.model.spec import LongRope
 from shoestring.serve import Sampling
-from tiny import tiny_llama, tiny_tokenizer
+from tiny import LLAMA, tiny_llama, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +92,16 @@ def test_generate_until(scorer: Scorer) -> None:
     stop = free[3:5]
     cut = scorer.generate_until([("the cat", {"until": [stop], "max_gen_toks": 12}), ("x" * 500, {"max_gen_toks": 3})])
     assert cut[0] == free[: free.index(stop)]
+
+
+def test_prompts_are_cut_to_what_the_engine_reads(scorer: Scorer) -> None:
+    """Of a model with longrope that is its original context, which is shorter than its positions."""
+    half = LLAMA.head_dim // 2
+    rope = LongRope((1.0,) * half, (3.0,) * half, original_positions=24, attention_factor=1.0)
+    long = Scorer(tiny_llama(replace(LLAMA, rope_scaling=rope)), scorer.tokenizer)
+    assert long.generate_until([("x" * 500, {"max_gen_toks": 3})]) == long.generate_until(
+        [("x" * 400, {"max_gen_toks": 3})]
+    )
 
 
 def test_settings() -> None:

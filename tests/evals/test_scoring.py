@@ -8,6 +8,7 @@ import torch
 from shoestring.errors import UserError
 from shoestring.evals import scoring
 from shoestring.evals.scoring import score
+from shoestring.model.spec import LongRope
 from tiny import LLAMA, tiny_llama
 
 
@@ -45,6 +46,22 @@ def test_shared_prompts_and_padding_change_nothing(
             log_prob, greedy = naive(model, prompt, continuation)
             assert got.log_prob == pytest.approx(log_prob, abs=1e-4)
             assert got.greedy == greedy
+
+
+@pytest.mark.parametrize("batch_rows", [1, 1024])
+def test_texts_beyond_the_original_context_of_longrope(batch_rows: int) -> None:
+    """Each continuation is rotated by the length of its own text, whatever it shares a sequence or a batch with."""
+    half = LLAMA.head_dim // 2
+    rope = LongRope((1.0,) * half, (3.0,) * half, original_positions=12, attention_factor=1.0)
+    model = tiny_llama(replace(LLAMA, rope_scaling=rope))
+    items = [(list(range(5, 5 + num)), [[3], [9] * 4, [1, 2]]) for num in (4, 10, 30)]  # the second: on both sides
+    items.append(([7, 8, 9], [[1] * 5] * 4))  # more rows than the original context, but short texts
+    for (prompt, continuations), row in zip(items, score(model, items, batch_rows=batch_rows), strict=True):
+        for continuation, got in zip(continuations, row, strict=True):
+            with torch.no_grad():
+                logits = model(torch.tensor([prompt + continuation[:-1]]))[0, len(prompt) - 1 :]
+            log_prob = logits.log_softmax(-1).gather(1, torch.tensor(continuation)[:, None]).sum().item()
+            assert got.log_prob == pytest.approx(log_prob, abs=1e-4)
 
 
 def test_a_long_prompt_loses_its_beginning() -> None:

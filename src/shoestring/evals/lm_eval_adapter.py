@@ -104,7 +104,7 @@ class Scorer:
         for context, settings in requests:
             sampling = read_settings(settings)
             # The prompt is cut to make room for new tokens, as in lm-eval.
-            room = max(1, self.context - sampling.max_tokens)
+            room = max(1, self.engine.max_context - sampling.max_tokens)
             prompts.append((self.tokenizer.encode(context) or [self.prefix_id])[-room:])
             samplings.append(sampling)
         return [c.text for c in self.engine.generate(prompts, samplings)]

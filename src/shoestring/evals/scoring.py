@@ -5,7 +5,8 @@ would be 200 MB, and softmax needs that twice.
 
 `score` takes prompts with several continuations each (the choices of a question). A prompt is computed once: its
 continuations follow it in one sequence, each seeing only the prompt and itself, at the positions it would have alone.
-Sequences of similar length share a padded batch.
+Sequences of similar length share a padded batch. Some models rotate texts beyond their original context otherwise
+(LongRope): continuations that end beyond it do not share sequences and batches with those that do not.
 
 Shapes: B sequences, T rows, R rows with a target, D model width, V vocabulary.
 """
@@ -75,6 +76,11 @@ class _Sequence:
     rows: list[list[int]]  # per continuation, the rows whose logits predict its tokens
     targets: list[list[int]]
 
+    @property
+    def context(self) -> int:
+        """Tokens that are read of the prompt and its longest continuation."""
+        return max(self.positions) + 1
+
 
 # no_grad, not inference_mode: a sharded model caches tensors made here and trains with them later.
 @torch.no_grad()
@@ -90,20 +96,32 @@ def score(
     A prompt that does not fit before its longest continuation loses tokens at its beginning.
     `batch_rows` bounds the rows of one forward, padding included (one sequence always fits).
     """
-    layouts = [_lay_out(prompt, continuations, model.spec) for prompt, continuations in items]
-    order = sorted(range(len(layouts)), key=lambda i: len(layouts[i].tokens))
-    results: list[list[Score]] = [[] for _ in layouts]
+    original = model.spec.default_context
+    layouts: list[_Sequence] = []
+    places: list[list[tuple[int, int]]] = []  # of a layout: (item, continuation) of each of its branches
+    for i, (prompt, continuations) in enumerate(items):
+        prompt = _cut(prompt, continuations, model.spec)
+        for longer in (False, True):
+            chosen = [j for j, c in enumerate(continuations) if (len(prompt) + len(c) - 1 > original) == longer]
+            if chosen:
+                layouts.append(_lay_out(prompt, [continuations[j] for j in chosen]))
+                places.append([(i, j) for j in chosen])
+    lengths = [len(s.tokens) for s in layouts]
+    results: dict[tuple[int, int], Score] = {}
     done = 0
-    for batch in _batches(order, [len(s.tokens) for s in layouts], batch_rows):
-        for i, scores in zip(batch, _score_batch(model, [layouts[i] for i in batch]), strict=True):
-            results[i] = scores
-        done += len(batch)
-        if progress is not None:
-            progress(done, len(layouts))
-    return results
+    for longer in (False, True):
+        order = [n for n, s in enumerate(layouts) if (s.context > original) == longer]
+        for batch in _batches(sorted(order, key=lambda n: lengths[n]), lengths, batch_rows):
+            for n, scores in zip(batch, _score_batch(model, [layouts[n] for n in batch]), strict=True):
+                results |= zip(places[n], scores, strict=True)
+            done += len(batch)
+            if progress is not None:
+                progress(done, len(layouts))
+    return [[results[i, j] for j in range(len(continuations))] for i, (_, continuations) in enumerate(items)]
 
 
-def _lay_out(prompt: Sequence[int], continuations: Sequence[Sequence[int]], spec: ModelSpec) -> _Sequence:
+def _cut(prompt: Sequence[int], continuations: Sequence[Sequence[int]], spec: ModelSpec) -> list[int]:
+    """The end of the prompt that fits before the longest continuation."""
     if not prompt or not continuations or not all(continuations):
         raise UserError("scoring needs a prompt and continuations of at least one token each; one is empty")
     longest = max(map(len, continuations))
@@ -111,7 +129,10 @@ def _lay_out(prompt: Sequence[int], continuations: Sequence[Sequence[int]], spec
     room = spec.max_positions - (longest - 1)
     if room < 1:
         raise UserError(f"a continuation has {longest} tokens, but the model reads {spec.max_positions}; shorten it")
-    prompt = list(prompt)[-room:]
+    return list(prompt)[-room:]
+
+
+def _lay_out(prompt: list[int], continuations: Sequence[Sequence[int]]) -> _Sequence:
     seq = _Sequence(list(prompt), list(range(len(prompt))), [0] * len(prompt), [], [])
     for branch, continuation in enumerate(continuations, start=1):
         first = len(seq.tokens)
@@ -157,6 +178,7 @@ def _score_batch(model: Decoder, batch: Sequence[_Sequence]) -> list[list[Score]
     nll_R = model(
         padded([s.tokens for s in batch]),
         positions_BT,
+        context=max(s.context for s in batch),
         attend=attend,
         rows=torch.tensor(rows, device=device),
         readout=readout,

@@ -336,11 +336,14 @@ class Decoder(BlocksModel):
         attend: Attend | None = None,
         skip: tuple[BlockSkip, ...] | None = None,
         watch: Watch | None = None,
+        context: int | None = None,
     ) -> Tensor:
         if positions_BT is None:
             positions_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)[None]
         x = self.embed_rows(tokens_BT, positions_BT)
-        tables = self.rope_tables(positions_BT, tokens_BT.shape[1] if attend is None else None)
+        if context is None and attend is None:
+            context = tokens_BT.shape[1]
+        tables = self.rope_tables(positions_BT, context)
         for layer, (block, rope) in enumerate(zip(self.blocks, tables, strict=True)):
             if skip is None and watch is None:
                 x = block(x, rope, attend)
@@ -364,15 +367,17 @@ class Decoder(BlocksModel):
         readout: Readout[Tensor] | None = None,
         skip: SkipSet | None = None,
         watch: Watch | None = None,
+        context: int | None = None,
     ) -> Tensor:
         """Logits [B, T, V] in compute dtype; of the flat rows `rows` only, as [len(rows), V], where given.
 
         `readout(hidden_BTD, head)` replaces the logits by its own result (a chunked loss, say). It runs inside this
         forward because a sharded head is whole only here. `skip`: sublayers that are not computed. `watch` gets the
-        residual stream before and after every sublayer.
+        residual stream before and after every sublayer. `context`: the length of the texts, where `attend` sees them
+        otherwise than as rows of `tokens_BT` (None then: `self.context`).
         """
         skips = None if skip is None else skip.blocks(self.spec.num_layers, tokens_BT.device)
-        x = self.hidden(tokens_BT, positions_BT, attend, skips, watch)
+        x = self.hidden(tokens_BT, positions_BT, attend, skips, watch, context)
         if rows is not None:
             x = x.flatten(0, 1)[rows]
         if readout is not None:
