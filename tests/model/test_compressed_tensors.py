@@ -18,6 +18,7 @@ from shoestring.formats import FormatLinear, IntAsym, convert, pack, parse_forma
 from shoestring.model import Decoder, ModelSpec, load_model, save_model
 from shoestring.model.compressed_tensors import pack_zeros, save_compressed_tensors, unpack_zeros
 from shoestring.model.export import export_model
+from shoestring.model.spec import Experts
 from tiny import logits, random_model
 
 # d_ff 72 has no whole number of words of zero points (72 * 4 / 32), heads of 16 rows even less.
@@ -77,6 +78,24 @@ def test_every_architecture_with_linear_layers(name: str, tmp_path: Path) -> Non
     assert loaded.spec == SPECS[name]
     assert torch.equal(logits(loaded.model), logits(model))
     assert all(m.packed for n, m in loaded.model.named_modules() if isinstance(m, FormatLinear) and n != "head")
+
+
+def test_experts_and_the_gates_that_stay_dense(tmp_path: Path) -> None:
+    """A gate that is not named as dense is a packed layer to readers: transformers took random numbers for it."""
+    experts = Experts(4, 2, 32, shared_d_ff=48)
+    spec = replace(SPEC, model_type="qwen2_moe", qkv_bias=True, experts=experts, norm_eps=1e-6)
+    kept = ["lm_head", *(f"model.layers.{i}.mlp.{gate}" for i in range(2) for gate in ("gate", "shared_expert_gate"))]
+    for layout, format in (("compressed-tensors", "int4:sym:g8"), ("awq", "int4:g8"), ("fp8", "fp8")):
+        source = save_model(tmp_path / f"from-{layout}", quantized(spec, ("*", format)))
+        out = export_model(source, tmp_path / layout, layout, torch.float32)
+        about = json.loads((out.path / "config.json").read_text())["quantization_config"]
+        assert sorted(about["modules_to_not_convert" if layout == "awq" else "ignore"]) == sorted(kept)
+        assert out.note is None
+    ours = load_model(tmp_path / "compressed-tensors").model
+    theirs = from_transformers(tmp_path / "compressed-tensors")
+    torch.testing.assert_close(logits(theirs), logits(ours), atol=0.02, rtol=0.02)  # it decodes experts in fp16
+    asymmetric = save_model(tmp_path / "asymmetric", quantized(spec, ("*", "int4:g8")))
+    assert "symmetric" in str(export_model(asymmetric, tmp_path / "ct", "compressed-tensors").note)
 
 
 def test_several_formats_a_packed_head_and_dense_layers_in_one_folder(tmp_path: Path) -> None:

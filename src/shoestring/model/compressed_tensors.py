@@ -20,7 +20,7 @@ and columns reordered by GPTQ (`weight_g_idx`), which are refused when read.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,12 +37,12 @@ from shoestring.formats.linear import full
 from shoestring.kernels.lowbit.packing import CODES_PER_RUN, pack_bits, unpack_bits
 from shoestring.model import hf_names
 from shoestring.model.save import Entry, gather, write_extras, write_folder
+from shoestring.model.transformer import Decoder, Router
 from shoestring.state.files import SHARD_BYTES, TensorFiles, TensorInfo
 
 if TYPE_CHECKING:
     from shoestring.model.spec import ModelSpec
     from shoestring.model.tokenizer import Tokenizer
-    from shoestring.model.transformer import Decoder
 
 METHOD, LAYOUT = "compressed-tensors", "pack-quantized"
 ZERO_POINT_BITS = (4, 8)  # vLLM takes zero points for these, and 2 and 3 bits without
@@ -199,13 +199,20 @@ def unpack_zeros(packed: Tensor, bits: int, rows: int) -> Tensor:
     return unpack_bits(turned, bits)[:, :rows].t().contiguous()
 
 
+def left_dense(model: Decoder, packed: Container[str]) -> list[str]:
+    """Hugging Face's names of the layers that readers would take for packed ones: all others, and the routers of
+    experts, which have no Format."""
+    layers = [name for name, _ in format_linears(model) if name not in packed]
+    routers = [name for name, module in model.named_modules() if isinstance(module, Router)]
+    return [hf_names.hf_module(model.spec, name) for name in (*layers, *routers)]
+
+
 def describe(model: Decoder, wanted: dict[str, IntAsym]) -> dict[str, Any]:
     """The quantization_config of config.json."""
     spec = model.spec
     schemes: dict[tuple[int, int, bool], list[str]] = {}
     for name, f in wanted.items():
         schemes.setdefault((f.bits, f.group, f.symmetric), []).append(hf_names.hf_module(spec, name))
-    dense = [hf_names.hf_module(spec, name) for name, _ in format_linears(model) if name not in wanted]
     groups = {}
     for i, ((bits, group, symmetric), targets) in enumerate(schemes.items()):
         groups[f"group_{i}"] = {
@@ -229,7 +236,7 @@ def describe(model: Decoder, wanted: dict[str, IntAsym]) -> dict[str, Any]:
         "quantization_status": "compressed",
         "config_groups": groups,
         # A tied head is no layer of ours, but it is one of transformers'.
-        "ignore": [*dense, *(["lm_head"] if spec.tied else [])],
+        "ignore": [*left_dense(model, wanted), *(["lm_head"] if spec.tied else [])],
         "kv_cache_scheme": None,
     }
 

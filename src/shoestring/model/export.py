@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from shoestring.errors import UserError, suggest
-from shoestring.formats import formats_of, unpack
+from shoestring.formats import IntAsym, formats_of, unpack
 from shoestring.model.compressed_tensors import save_compressed_tensors
 from shoestring.model.folder import LoadedModel, load_model
 from shoestring.model.fp8_folder import METHOD as FP8
@@ -48,11 +48,14 @@ class Exported:
 
     @property
     def note(self) -> str | None:
-        """What the reader computes otherwise."""
+        """What the reader computes otherwise, or does not load."""
         spec = self.source.spec
         window = spec.sliding_window
         if self.layout == GGUF and spec.model_type in ("mistral", "mixtral", "phi3") and window:
             return f"llama.cpp ignores the sliding window of {window:,} tokens: it computes longer texts otherwise"
+        experts = [f for name, f in formats_of(self.source.model).items() if ".experts." in name]
+        if self.layout == "compressed-tensors" and not all(isinstance(f, IntAsym) and f.symmetric for f in experts):
+            return "transformers 5 loads packed experts only where they are symmetric: quantize with format=int4:sym"
         return None
 
 

@@ -23,6 +23,7 @@ from shoestring.formats.convert import format_hosts
 from shoestring.formats.fp8 import SCALE_DTYPES
 from shoestring.formats.linear import FormatHost, full
 from shoestring.model import hf_names
+from shoestring.model.compressed_tensors import left_dense
 from shoestring.model.save import Entry, gather, write_extras, write_folder
 from shoestring.state.files import SHARD_BYTES, TensorFiles, TensorInfo
 
@@ -151,7 +152,7 @@ def save_fp8(
         scale = TensorInfo(f"{theirs}.{leaf}", format.scale_shape(host.shape), SCALE_DTYPES[format.scale_dtype])
         entries.append(Entry(codes, lambda parts=parts: parts()["codes"].view(torch.float8_e4m3fn)))  # type: ignore[misc]
         entries.append(Entry(scale, lambda parts=parts: parts()["scale"]))  # type: ignore[misc]
-    dense = [hf_names.hf_module(spec, n) for n, _ in format_hosts(model) if n not in wanted and n != "embed"]
+    dense = left_dense(model, wanted)
     about = _by_block(dense) if by_block else _by_row([*dense, *(["lm_head"] if spec.tied else [])])
     return write_folder(
         path, entries, lambda folder: write_extras(folder, spec, tokenizer, dtype, about), limit=shard_bytes

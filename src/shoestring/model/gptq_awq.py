@@ -34,7 +34,7 @@ from shoestring.formats.convert import format_linears
 from shoestring.formats.groups import group_width
 from shoestring.kernels.lowbit.packing import CODES_PER_RUN, pack_bits, unpack_bits
 from shoestring.model import hf_names
-from shoestring.model.compressed_tensors import as_bytes, as_int32, stored_parts
+from shoestring.model.compressed_tensors import as_bytes, as_int32, left_dense, stored_parts
 from shoestring.model.save import Entry, gather, write_extras, write_folder
 from shoestring.state.files import SHARD_BYTES, TensorFiles, TensorInfo, write_json
 
@@ -74,8 +74,7 @@ def save_gptq_awq(
     for name in wanted:
         module = hf_names.hf_module(model.spec, name)
         entries += _layer_entries(module, layers[name], grid, parts[name], method, version2)
-    dense = [hf_names.hf_module(model.spec, name) for name in layers if name not in wanted]
-    about = _described(method, replace(grid, symmetric=symmetric), version2, dense)
+    about = _described(method, replace(grid, symmetric=symmetric), version2, left_dense(model, wanted))
 
     def write_rest(folder: Path) -> None:
         write_extras(folder, model.spec, tokenizer, dtype, about)
@@ -91,7 +90,8 @@ def _wanted(
     """The layers to pack, once all of them are known to fit; UserError that names the first that does not."""
     if hf_names.is_fused(spec):
         raise UserError(
-            f"{method} folders hold separate Linear layers, and a {spec.model_type} model has none; {INSTEAD}"
+            f"{method} folders hold separate Linear layers, and a {spec.model_type} model has none; "
+            "use --as packed (read by shoestring only) or --as dense"
         )
     found: dict[str, IntAsym] = {}
     for name, format in formats.items():
