@@ -16,6 +16,7 @@ from shoestring.formats import convert, init_state, parse_format
 from shoestring.mesh import Mesh, MeshConfig, open_mesh
 from shoestring.model import Decoder, ModelSpec
 from shoestring.model.parallel import ParallelConfig, init_weights, materialize, parallelize
+from shoestring.model.spec import Experts
 from shoestring.runlog import RunLog
 from shoestring.train.objectives import CrossEntropy, Distill
 from shoestring.train.optim import adamw, warmup_cosine
@@ -57,10 +58,15 @@ class MaskedRows:
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
+def spec_of(case: dict[str, Any]) -> ModelSpec:
+    experts = Experts(**case["experts"]) if "experts" in case else None
+    return ModelSpec(**{**BASE, **case.get("spec", {})}, experts=experts)
+
+
 def losses(case: dict[str, Any]) -> list[float]:
     mesh = open_mesh(MeshConfig(case.get("dp", 1), case.get("tp", 1), case.get("replica", 1)), "cpu")
     with torch.device("meta"):
-        model = Decoder(ModelSpec(**{**BASE, **case.get("spec", {})}))
+        model = Decoder(spec_of(case))
         if "format" in case:
             convert(model, [("*", parse_format(case["format"]))])
     parallelize(model, mesh, ParallelConfig(recompute=case.get("recompute", False), compile=case.get("compile", "off")))
@@ -70,7 +76,7 @@ def losses(case: dict[str, Any]) -> list[float]:
     objective: Any = CrossEntropy(chunk=case.get("chunk", 24))
     if case.get("teacher"):
         with torch.device("meta"):
-            teacher = Decoder(ModelSpec(**{**BASE, **case.get("spec", {})}))
+            teacher = Decoder(spec_of(case))
         parallelize(teacher, mesh, ParallelConfig())
         materialize(teacher, "cpu")
         init_weights(teacher, seed=4)

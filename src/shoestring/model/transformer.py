@@ -191,9 +191,9 @@ class MixtureOfExperts(nn.Module):
     """Each row through its `top_k` experts; see layer_plan.ExpertsPlan.
 
     Experts are ordinary feed-forward layers, so that every Format, calibration and packing works on each of them.
-    A loop over those that have rows: on a GPU this waits once for the choice. Experts without rows cost nothing.
-    Under tensor parallelism each rank of `group` holds a part of every expert's inner width; all ranks choose alike,
-    and their sums are added once.
+    A loop over those that have rows: on a GPU this waits once for the choice. Experts without rows cost nothing, in
+    training one row of zeros. Under tensor parallelism each rank of `group` holds a part of every expert's inner width;
+    all ranks choose alike, and their sums are added once.
     """
 
     group: ProcessGroup | None = None
@@ -238,6 +238,9 @@ class MixtureOfExperts(nn.Module):
                 row_C = choice_C // self.top_k
                 weight_C1 = weight_RK.flatten()[choice_C, None].to(rows_RD.dtype)
                 out_RD = out_RD.index_add(0, row_C, expert(rows_RD[row_C]) * weight_C1)
+            elif self.training and torch.is_grad_enabled():
+                # Gradients of zeros instead of none: ranks add up the same list of gradients, whatever each has chosen.
+                out_RD = out_RD + 0.0 * expert(torch.zeros_like(rows_RD[:1]))
         return out_RD
 
 
