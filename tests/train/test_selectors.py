@@ -16,8 +16,8 @@ from shoestring.train.reducers.build import ReducerConfig, check_reducer
 from shoestring.train.reducers.hyper import LESSONS, Hyper
 from shoestring.train.reducers.plan_log import PlanLog, heat_map
 from shoestring.train.reducers.rounds import emulate
-from shoestring.train.reducers.selected import SelectedCompression
-from shoestring.train.reducers.selectors import MAX_STALENESS, Facts, least_error
+from shoestring.train.reducers.selected import SelectedCompression, make_selector
+from shoestring.train.reducers.selectors import MAX_STALENESS, Facts, least_error, option_grid
 from shoestring.train.reducers.sparsifiers import TopKSparsifier
 
 WANTED = TopKSparsifier(0.02)
@@ -158,9 +158,36 @@ def test_a_selector_goes_on_where_it_was(name: Any) -> None:
         second.observe(facts(step, loss=1.0))
 
 
+@pytest.mark.parametrize("selector", ["round-robin", "random"])
+@pytest.mark.parametrize(("ratio", "head"), [(0.01, 2048), (0.001, 64)])
+def test_layers_that_are_too_large_to_go_whole_do_not_stop_the_others(selector: Any, ratio: float, head: int) -> None:
+    wanted = TopKSparsifier(ratio)
+    shapes = {n: torch.Size((s[0] * 4, s[1] * 4)) for n, s in SHAPES.items()} | {"head": torch.Size((head, 256))}
+    options = option_grid(wanted)
+    bytes_LC = np.array([[c.sent_bytes(s, 2) for c in options] for s in shapes.values()], dtype=np.float64)
+    budget = float(sum(wanted.sent_bytes(s, 2) for s in shapes.values()))
+    chooser = make_selector(selector, options, bytes_LC, budget, 0, list(shapes))
+    plans = np.array([chooser.plan(step) for step in range(300)])
+    sent = bytes_LC[np.arange(len(shapes)), plans].sum(axis=1)
+    assert (sent <= 3 * budget).all() and 0.9 * 300 * budget < sent.sum() <= 300 * budget
+    assert ((plans > 0).sum(axis=0) > 300 / MAX_STALENESS).all()  # all layers have turns, beside being overdue
+
+
 def test_budgets_and_settings_that_cannot_work() -> None:
     with pytest.raises(UserError, match="cannot be met"):
         members("l-greco", budget=90.0)
+    # Enough for all layers in 32 steps, but never for the one large layer: it would not be sent at all.
+    shapes = {**SHAPES, "head": torch.Size((4096, 64))}
+    compressors: Any = dict.fromkeys(shapes, WANTED)
+    given: Any = {"wanted": WANTED, "shapes": shapes, "selector": "l-greco", "rank": 0, "size": 2}
+    cheapest = [min(c.sent_bytes(s, 2) for c in option_grid(WANTED)[1:]) for s in shapes.values()]
+    message = SelectedCompression(compressors, **given).message_bytes()
+    with pytest.raises(UserError, match="the largest one in a single step"):
+        SelectedCompression(compressors, **given, budget=message + 1.1 * sum(cheapest) / MAX_STALENESS)
+    selector = SelectedCompression(compressors, **given, budget=message + max(cheapest) / 3).selector
+    assert selector is not None
+    plans = np.array([selector.plan(step) for step in range(3 * MAX_STALENESS)])
+    assert (plans > 0).any(axis=0).all()
     bad: list[tuple[dict[str, Any], str]] = [
         ({"reducer": "int8", "selector": "hyper"}, "give reducer=topk"),
         ({"reducer": "topk:0.01", "budget_mb": 1.0}, "is for a selector"),

@@ -5,8 +5,8 @@ in front of the gradients. Ranks do not decide alone: the same network may diffe
 plan of a step is made from rank 0's own features, and from those of all replicas in the step before.
 
     uniform       every layer by the reducer's own method; no message at all
-    round-robin   whole layers in int4, in turn
-    random        whole layers in int4, drawn at random (a baseline)
+    round-robin   whole layers in int4, in turn; a layer that never fits goes as the largest share of it that does
+    random        the same, drawn at random (a baseline)
     l-greco       L-GreCo (Alimohammadi et al. 2023): the options with the least total error within the budget, by
                   dynamic programming over measured errors; where the paper bounds the error, we bound the bytes
     hyper         a small network learns from l-greco, then from the loss (hyper.py)
@@ -89,6 +89,12 @@ class Selector(ABC):
         self.options, self.bytes_LC, self.budget, self.seed = tuple(options), bytes_LC, budget, seed
         self.staleness_L = np.zeros(len(bytes_LC), dtype=np.int64)
         self.carry = 0.0
+        # What a layer goes as where layers take turns: WHOLE, or the most that fits after saving for some steps. A
+        # layer that waited for more would stop all others.
+        size_LC = bytes_LC.astype(np.float64, copy=True)
+        size_LC[(size_LC > bytes_LC[:, [self.options.index(WHOLE)]]) | (size_LC > most_in_a_step(budget))] = -1
+        size_LC[:, 0] = -1
+        self.whole_L = size_LC.argmax(axis=1)
 
     def plan(self, step: int) -> np.ndarray:
         """The option of each layer for this exchange, within budget and carry."""
@@ -140,13 +146,14 @@ class Selector(ABC):
         chosen = np.zeros(len(self.bytes_LC), dtype=np.int64)
         chosen[overdue_L] = 1 + self.bytes_LC[overdue_L, 1:].argmin(axis=1)
         left = allowed - self._least(overdue_L)
-        whole = self.options.index(WHOLE)
         for layer in order:
-            if chosen[layer] == 0 and self.bytes_LC[layer, whole] <= left:
-                chosen[layer] = whole
-                left -= self.bytes_LC[layer, whole]
-            elif chosen[layer] == 0:
+            if chosen[layer]:
+                continue
+            size = self.bytes_LC[layer, self.whole_L[layer]]
+            if size > left:
                 break  # the next step has more left over
+            chosen[layer] = self.whole_L[layer]
+            left -= size
         return chosen
 
 
@@ -159,8 +166,7 @@ class RoundRobin(Selector):
         num = len(self.bytes_LC)
         order = [(self.next + i) % num for i in range(num)]
         chosen = self._in_order(order, allowed, overdue_L)
-        whole = self.options.index(WHOLE)
-        self.next = next((layer for layer in order if chosen[layer] != whole), self.next)
+        self.next = next((layer for layer in order if chosen[layer] != self.whole_L[layer]), self.next)
         return chosen
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -208,12 +214,20 @@ class LGreco(Selector):
 
 def check_budget(bytes_LC: np.ndarray, budget: float, message: float) -> None:
     """UserError where a budget, of which `message` bytes are not for layers, cannot be kept; on all ranks alike."""
-    least = float(bytes_LC[:, 1:].min(axis=1).sum()) / MAX_STALENESS + message
+    cheapest_L = bytes_LC[:, 1:].min(axis=1)
+    largest = float(cheapest_L.max()) / most_in_a_step(1.0)
+    least = max(float(cheapest_L.sum()) / MAX_STALENESS, largest) + message
     if budget < least:
         raise UserError(
             f"a budget of {budget:,.0f} bytes a step cannot be met: every layer is sent at least once in "
-            f"{MAX_STALENESS} steps, which takes {least:,.0f} a step; give a larger budget_mb or leave it out"
+            f"{MAX_STALENESS} steps, the largest one in a single step, which takes {least:,.0f} a step; give a larger "
+            "budget_mb or leave it out"
         )
+
+
+def most_in_a_step(budget: float) -> float:
+    """Bytes, after steps that sent nothing."""
+    return budget * (1 + MAX_CARRY)
 
 
 def least_error(error_LC: np.ndarray, bytes_LC: np.ndarray, budget: float, overdue_L: np.ndarray) -> np.ndarray:
