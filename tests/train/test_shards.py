@@ -247,3 +247,18 @@ def test_killed_and_concurrent_builders(source: Path, tmp_path: Path) -> None:
     corpus = tokenize_corpus(str(source), tmp_path / "cache", vocab_size=300)
     assert corpus.train.fingerprint == outputs[0][-1]
     assert corpus.train.num_documents + corpus.val.num_documents == len(list(documents(str(source))))
+
+
+@pytest.mark.parametrize("long", ["ACGT" * 5000, "=" * 20_000, "_" * 20_000, " \n" * 10_000, "Ω" * 20_000])
+def test_a_tokenizer_is_not_trained_on_words_without_end(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, long: str
+) -> None:
+    """The time of a word grows with the square of its length: one of 3 MB would take hours."""
+    seen: list[str] = []
+    monkeypatch.setattr(Tokenizer, "train", lambda texts, size: seen.extend(texts) or tokenizer)
+    usual = "a word " + "w" * shards.MAX_WORD + " 12,5 = " + "=" * shards.MAX_WORD
+    text = f"before 1 {long} after 2"
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": t}) for t in (usual, text)))
+    tokenize_corpus(str(tmp_path / "a.jsonl"), tmp_path / "cache", val_fraction=0)
+    assert seen[0] == usual and "".join(seen[1:]) == text
+    assert len(seen) > 19 and all(len(piece) <= shards.MAX_WORD + len("before 1  after 2") for piece in seen[1:])

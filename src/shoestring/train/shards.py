@@ -18,6 +18,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -39,6 +40,10 @@ from shoestring.train.corpus import PYTHON, Document, Reading, SourceFile, list_
 VERSION = 1  # of the files below; part of the key, so that older ones are not misread
 SPLITS = ("train", "val")
 TOKENIZER_TEXT = 10_000_000  # bytes of training documents that a new tokenizer is trained on
+MAX_WORD = 1000  # characters
+_LETTER, _MARK = r"[^\W\d_]", r"(?:[^\w\s]|_)"  # the runs that byte-level BPE takes for words
+_LONG_WORD = re.compile("|".join(f"(?<!{one}){one}{{{MAX_WORD + 1},}}" for one in (_LETTER, _MARK, r"\s")))
+_LONG_SPACE = re.compile(rf"\s{{{MAX_WORD + 1}}}")
 _BATCH_DOCUMENTS, _BATCH_BYTES = 512, 2_000_000  # encoded at a time
 
 
@@ -186,12 +191,24 @@ def _train_tokenizer(folder: Path, read: _Read, vocab_size: int) -> None:
                     return
                 if not in_validation(document, read.val_fraction):
                     left -= document.num_bytes
-                    yield (document.prompt or "") + document.text
+                    yield from cut_long_words((document.prompt or "") + document.text)
                     bar.advance(document.num_bytes)
 
         trained = Tokenizer.train(_not_empty(texts(), read.given), vocab_size)
         bar.expect(bar.done)  # the bytes of the files were an estimate
     trained.save(folder)
+
+
+def cut_long_words(text: str) -> Iterator[str]:
+    """The text for the training of a tokenizer, which takes the square of a word's length in time: runs of letters, of
+    marks or of spaces (a genome, base64) are cut after MAX_WORD characters. What is not that long stays whole."""
+    start = 0
+    has_some = max(map(len, text.split()), default=0) > MAX_WORD or _LONG_SPACE.search(text)  # fast: few texts have
+    for run in _LONG_WORD.finditer(text) if has_some else ():
+        for cut in range(run.start() + MAX_WORD, run.end(), MAX_WORD):
+            yield text[start:cut]
+            start = cut
+    yield text[start:]
 
 
 def _not_empty(texts: Iterator[str], given: str) -> Iterator[str]:
