@@ -74,6 +74,18 @@ def test_a_plain_folder_in_transformers(folder: Path, tmp_path: Path, capsys: py
     assert load_model(out).spec == load_model(folder).spec
 
 
+def test_scores_with_a_cap(tmp_path: Path) -> None:
+    """Gemma 2: with torch's fused attention `transformers` leaves the cap out, which is no fault of the export."""
+    words = tokenizer()
+    gemma = {"norm": "rms_offset", "norm_placement": "both", "act": "geglu_tanh", "scaled_embeddings": True}
+    caps = {"attn_softcap": 0.5, "logit_softcap": 30.0, "sliding_window": 64, "full_layers": (1,), "attn_scale": 0.25}
+    spec = replace(SPEC, vocab_size=words.vocab_size, model_type="gemma2", tied=True, norm_eps=1e-6, **gemma, **caps)
+    source = save_model(tmp_path / "model", random_model(spec), words)
+    exported = export_model(source, tmp_path / "out", dtype=torch.float32)
+    found = certify(exported)
+    assert found["failed"] == [] and "eager" in found["note"] and "eager" in paragraph(found)
+
+
 def test_a_compressed_folder_and_one_without_words(packed: Path, folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors")
     found = certify(export_model(packed, tmp_path / "ct", "compressed-tensors", torch.float32))

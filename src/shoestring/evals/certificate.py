@@ -65,6 +65,7 @@ class ExportTarget(ABC):
     name: str
     allowed: float
     packages: tuple[str, ...]
+    note = ""  # how it was asked to compute, where that matters
 
     @abstractmethod
     def encode(self, text: str) -> list[int] | None:
@@ -94,9 +95,16 @@ class TransformersTarget(ExportTarget):
     packages: tuple[str, ...] = ("transformers", "torch")
 
     def __init__(self, path: Path) -> None:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-        self._model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        options: dict[str, Any] = {"dtype": torch.float32}
+        if getattr(AutoConfig.from_pretrained(path), "attn_logit_softcapping", None) is not None:
+            options["attn_implementation"] = "eager"
+            self.note = (
+                'transformers was asked for attn_implementation="eager": its other implementations may leave out the '
+                "cap of the attention scores."
+            )
+        self._model = AutoModelForCausalLM.from_pretrained(path, **options).eval()
         has_tokenizer = (path / "tokenizer.json").is_file()
         self._tokenizer = AutoTokenizer.from_pretrained(path) if has_tokenizer else None
 
@@ -247,6 +255,8 @@ def compare(exported: Exported, ours: LoadedModel, target: ExportTarget, text: s
     }
     if (control := _control(exported, ours, ids, here)) is not None:
         found["logits_in_f32"] = control
+    if target.note:
+        found["note"] = target.note
     found["failed"] = _failures(found)
     return found | {"versions": _versions(target), "date": datetime.date.today().isoformat()}
 
@@ -395,6 +405,7 @@ def paragraph(c: dict[str, Any]) -> str:
         f"{logits['largest_difference']:.3g} ({logits['relative']:.2g} standard deviations, root mean square); the "
         f"likeliest token is the same at {100 * logits['same_choice']:.1f}% of the positions.",
         _in_f32(c),
+        c.get("note", ""),
         f"Greedy text: {greedy['equal']} of {greedy['tokens']} tokens equal"
         + (", then two tokens tie." if greedy.get("a_tie") else "."),
     ]
