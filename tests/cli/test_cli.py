@@ -797,3 +797,32 @@ def test_letters_that_the_terminal_does_not_have(model_folder: Path) -> None:
     given = {**os.environ, "PYTHONIOENCODING": "latin-1", "PYTHONUTF8": "1"}  # arguments are UTF-8, the output is not
     done = subprocess.run(argv, capture_output=True, env=given, timeout=300)
     assert done.returncode == 0 and done.stdout.startswith(b"caf\xe9 ?"), done
+
+
+@pytest.mark.parametrize(
+    ("redirected", "code", "said"),
+    [
+        ("> /dev/full", 2, "error: No space left on device; free some space or choose another place\n"),
+        (">&-", 0, ""),
+        (">&- 2>&- <&-", 0, ""),
+        ("", 141, ""),
+    ],
+)
+@pytest.mark.parametrize("verb", ["--version", "inspect {model}", "generate {model} the --max-tokens 2"])
+def test_output_that_cannot_be_written(model_folder: Path, redirected: str, code: int, said: str, verb: str) -> None:
+    """By Python, which holds it back until a command ends, as it does outside of tests."""
+    reader, writer = os.pipe()
+    os.close(reader)  # where it is not redirected, nobody reads it
+    line = f"exec {sys.executable} -m shoestring {verb.format(model=model_folder)} {redirected}"
+    given = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
+    done = subprocess.run(
+        ["bash", "-c", line], env=given, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=300
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (code, said)
+
+
+def test_a_connection_that_breaks_is_not_taken_for_a_reader_that_left(cli: Cli, tmp_path: Path) -> None:
+    body = "def main(config):\n    raise BrokenPipeError(32, 'oops')\n"
+    result = cli("run", write_recipe(tmp_path / "case.py", body))
+    assert result.code == 1 and "BrokenPipeError: [Errno 32] oops" in result.err and "this is a bug" in result.err

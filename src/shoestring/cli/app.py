@@ -1,10 +1,11 @@
 """The command line: `shoestring VERB ...`, also `python -m shoestring` under torchrun.
 
 Verbs are thin: they parse, import what they need when they need it (so that --help is quick), call one
-function and print. What goes wrong ends in one of four ways:
+function and print. What goes wrong ends in one of these ways:
     UserError           one line `error: ...` on stderr, exit code 2
     Interrupted         one line that says where the run was saved and how to continue, exit code 2
     out of memory, disk full, no permission, another process lost, ...   one line, exit code 2
+    nobody reads the output any more (| head)                            nothing, exit code 141
     anything else       the traceback and one line asking to report it, exit code 1
 Under torchrun the other ranks print nothing but errors of their own.
 """
@@ -12,6 +13,7 @@ Under torchrun the other ranks print nothing but errors of their own.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, cast
@@ -22,16 +24,19 @@ from shoestring import __version__
 from shoestring.cli.ckpt import ckpt_app
 from shoestring.cli.reshard import reshard_app
 from shoestring.cli.terminal import (
+    OutputReaders,
     chat_prompt,
     find_skips,
     help_of_recipe,
     lead,
     obey_sigterm_as_first_process,
     open_engine,
+    open_missing_streams,
     read_prompt,
     stoppable,
     stream_text,
     user_lines,
+    write_or_give_up,
     write_unprintable_as_question_marks,
 )
 from shoestring.errors import (
@@ -720,10 +725,12 @@ def run_cli(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code."""
     # click's UsageError, wherever this version of typer keeps it
     usage_error = cast(type[Exception], typer.BadParameter.__base__)
+    streams, readers = (sys.stdout, sys.stderr), OutputReaders()
     try:
         with memory_as_user_error(), lost_peer_as_user_error():
             args = help_of_recipe(sys.argv[1:] if argv is None else argv)
             result = app(args=args, prog_name="shoestring", standalone_mode=False)
+        sys.stdout.flush()  # what goes wrong here is told as everything else
         return result if isinstance(result, int) else 0
     except Interrupted as stop:
         return _complain(str(stop), 2)
@@ -736,10 +743,13 @@ def run_cli(argv: list[str] | None = None) -> int:
         context = error.ctx  # type: ignore[attr-defined]
         verb = context.command_path if context is not None else "shoestring"
         return _complain(f"error: {text} (see {verb} --help)", 2) if text else 2  # none: help was shown
-    except BrokenPipeError:
-        # The reader of our output went away (| head); Python must not complain again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    except SystemExit as stop:
+        if not isinstance(stop.__context__, BrokenPipeError):
+            raise
+        sys.stdout, sys.stderr = streams  # typer may have replaced them; and it says nothing
+        return _broken_pipe(stop.__context__, readers)
+    except BrokenPipeError as error:
+        return _broken_pipe(error, readers)
     except OSError as error:
         if is_users(error):
             where = f" ({shortened(str(error.filename), 100)})" if error.filename else ""
@@ -750,26 +760,34 @@ def run_cli(argv: list[str] | None = None) -> int:
 
 
 def main() -> None:
+    open_missing_streams()
     obey_sigterm_as_first_process(os.getpid())
     write_unprintable_as_question_marks()
-    code = run_cli()
-    sys.stdout.flush()
-    sys.exit(code)
+    sys.exit(run_cli())
+
+
+def _broken_pipe(error: BrokenPipeError, readers: OutputReaders) -> int:
+    """The reader of our output went away (| head), which ends other programs by a signal; or a connection broke."""
+    if not readers.left():
+        return _bug(error)
+    for stream in (sys.stdout, sys.stderr):
+        write_or_give_up(stream)
+    return 128 + signal.SIGPIPE
 
 
 def _complain(text: str, code: int) -> int:
-    sys.stdout.flush()
+    write_or_give_up(sys.stdout)
     rank = f"[rank {_rank()}] " if _rank() > 0 else ""
     printable = text.encode("utf-8", "backslashreplace").decode()  # bytes of a file name that are no text
-    print(rank + " ".join(printable.split()), file=sys.stderr, flush=True)
+    write_or_give_up(sys.stderr, rank + " ".join(printable.split()) + "\n")
     return code
 
 
 def _bug(error: BaseException) -> int:
     import traceback
 
-    sys.stdout.flush()
-    traceback.print_exception(error)
+    write_or_give_up(sys.stdout)
+    write_or_give_up(sys.stderr, "".join(traceback.format_exception(error)))
     note = "this is a bug in shoestring, please report it with the lines above"
     return _complain(f"{note} and the output of: shoestring env", 1)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import os
+import select
 import signal
 import sys
 import threading
@@ -219,6 +220,53 @@ def write_unprintable_as_question_marks() -> None:
     """Where the terminal's encoding is not UTF-8, a model may write what it has no letter for; that is no error."""
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="replace")
+
+
+def open_missing_streams() -> None:
+    """A program may be started with standard streams closed (2>&-). The next file that it opens would get the number of
+    one, and messages of libraries would be written into it."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", encoding="utf-8", closefd=False))
+
+
+def write_or_give_up(stream: TextIO, text: str = "") -> None:
+    """Write `text` and what was held back. A stream that cannot be written to (a full disk, no reader) is given up, so
+    that Python does not complain about it again at exit."""
+    try:
+        stream.write(text)
+        stream.flush()
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+
+
+class OutputReaders:
+    """Whether somebody still reads what this process writes to its standard streams, where those are pipes."""
+
+    def __init__(self) -> None:
+        self._files = [self._file(number) for number in (1, 2)]
+
+    def left(self) -> bool:
+        poll = select.poll()
+        for number in (1, 2):
+            poll.register(number, 0)
+        # rich opens /dev/null in the place of a pipe that it could not write to.
+        replaced = self._files != [self._file(number) for number in (1, 2)]
+        return replaced or any(event & select.POLLERR for _, event in poll.poll(0))
+
+    @staticmethod
+    def _file(number: int) -> tuple[int, int] | None:
+        try:
+            status = os.fstat(number)
+        except OSError:
+            return None
+        return status.st_dev, status.st_ino
 
 
 @contextmanager
