@@ -188,15 +188,16 @@ def test_ctrl_c_saves_and_resuming_gives_the_same_weights(
     assert f"{stopped}  disk" in re.sub(" +", "  ", cli("ckpt", "ls", cut))
     assert "is a checkpoint" in cli("generate", cut / "checkpoints" / f"step-{stopped:08d}", "the", fails=True)
 
-    def full_disk(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+    def full_disk(source: Path, target: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(source), None, str(target))
 
     def unreadable(source: Path, _: Path) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", str(source))
 
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "copyfile", full_disk)
-        assert "No space left" in cli("ckpt", "export", cut, tmp_path / "copy", fails=True)
+        said = cli("ckpt", "export", cut, tmp_path / "copy", fails=True)
+        assert f"cannot write {tmp_path / 'copy'}: No space left on device; free some space" in said
         patch.setattr(shutil, "copyfile", unreadable)
         assert f"cannot read {cut / 'checkpoints'}" in cli("ckpt", "export", cut, tmp_path / "copy", fails=True)
     assert not [path for path in tmp_path.iterdir() if "copy" in path.name]

@@ -28,6 +28,7 @@ from shoestring.runlog import (
     read_jsonl,
     read_metrics,
     resumable,
+    write_atomically,
 )
 
 
@@ -126,11 +127,13 @@ def test_a_full_disk_leaves_no_part_of_a_line(tmp_path: Path) -> None:
     allowed = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 5, allowed[1]))  # as a full disk: a part can be written
     try:
-        with pytest.raises(OSError, match=r"No space left|File too large"):
+        with pytest.raises(OSError, match=r"(No space left|File too large).*metrics\.jsonl"):
             append_jsonl(path, {"step": 2})
+        with pytest.raises(OSError, match=r"(No space left|File too large).*config\.json"):
+            write_atomically(tmp_path / "config.json", "x" * 1000)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, allowed)
-    assert path.read_bytes() == whole
+    assert path.read_bytes() == whole and [f.name for f in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 def test_folders_that_cannot_be_a_run_or_are_a_damaged_one(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import importlib
+import io
 import itertools
 import json
 import math
@@ -465,29 +466,37 @@ def read_evals(path: Path) -> list[dict[str, Any]]:
 def append_jsonl(path: Path, row: dict[str, Any]) -> None:
     """Append one line, whole or not at all: on a full disk, beside other processes that append, and behind half a line
     that a killed one has left."""
-    line = _line(row).encode()
-    number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
-    with os.fdopen(number, "rb", buffering=0) as file:
-        if not stat.S_ISREG(os.fstat(number).st_mode):  # /dev/null, a pipe
-            os.write(number, line)
-            return
-        with suppress(OSError):  # some network file systems have no locks
-            fcntl.flock(number, fcntl.LOCK_EX)
-        end = file.seek(0, os.SEEK_END)
-        if end and os.pread(number, 1, end - 1) != b"\n":
-            file.seek(0)
-            last = file.read().rpartition(b"\n")[2]
-            if _is_object(last):  # written by an editor
-                line = b"\n" + line
-            else:
-                end -= len(last)
-                os.ftruncate(number, end)
-        try:
-            if os.write(number, line) < len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        except OSError:
+    try:
+        number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        with os.fdopen(number, "rb", buffering=0) as file:
+            _append(file, _line(row).encode())
+    except OSError as error:
+        error.filename = str(path)  # Python names no file where one could be opened and not be written
+        raise
+
+
+def _append(file: io.FileIO, line: bytes) -> None:
+    number = file.fileno()
+    if not stat.S_ISREG(os.fstat(number).st_mode):  # /dev/null, a pipe
+        os.write(number, line)
+        return
+    with suppress(OSError):  # some network file systems have no locks
+        fcntl.flock(number, fcntl.LOCK_EX)
+    end = file.seek(0, os.SEEK_END)
+    if end and os.pread(number, 1, end - 1) != b"\n":
+        file.seek(0)
+        last = file.read().rpartition(b"\n")[2]
+        if _is_object(last):  # written by an editor
+            line = b"\n" + line
+        else:
+            end -= len(last)
             os.ftruncate(number, end)
-            raise
+    try:
+        if os.write(number, line) < len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except OSError:
+        os.ftruncate(number, end)
+        raise
 
 
 def _is_object(line: bytes) -> bool:
@@ -503,8 +512,9 @@ def write_atomically(path: Path, text: str) -> None:
     try:
         partial.write_text(text, encoding="utf-8")
         partial.replace(path)
-    except OSError:
+    except OSError as error:
         partial.unlink(missing_ok=True)
+        error.filename = str(path)
         raise
 
 

@@ -535,6 +535,20 @@ def test_eval_reports_what_the_evals_compute(cli: Cli, model_folder: Path, tmp_p
     assert f"{perplexity(loaded.model, tokens, context=64).value:.4g}" in without.out
 
 
+def test_results_that_cannot_be_kept_are_shown(cli: Cli, model_folder: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(model_folder, run / "model")
+    (run / "config.json").write_text('{"recipe": "train/dense", "config": {}}')
+    (run / "metrics.jsonl").touch()
+    (run / "evals.jsonl").symlink_to("/dev/full")
+    (tmp_path / "text.txt").write_text(TEXT)
+    result = cli("eval", run, "--text", tmp_path / "text.txt", "--max-tokens", 100)
+    assert result.code == 2 and result.err == (
+        f"error: No space left on device ({run / 'evals.jsonl'}); free some space or choose another place\n"
+    )
+    assert "perplexity" in result.out and "text.txt" in result.out
+
+
 def test_progress_ends_at_its_total(
     cli: Cli, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -483,10 +483,10 @@ def evaluate(
     lengths = {"context": context, "stride": stride, "max_tokens": max_tokens}
     rows = [evaluate_row(loaded, model, tokens, name, speed=speed, **lengths)]  # type: ignore[arg-type]
     rows += [measure_task(loaded, model, task, limit) for task in tasks or []]
+    eval_table(rows).print()  # first: where the run's folder cannot be written to, the work was not for nothing
     log = RunLog(Path(model) if is_run(Path(model)) else None)
     for row in rows:
         log.evaluated(**row)
-    eval_table(rows).print()
 
 
 @app.command()

@@ -174,7 +174,9 @@ def _write_errors(out: Path, source: Path | None = None) -> Iterator[None]:
         yield
     except OSError as error:
         reason = error.strerror or str(error)
-        if source is not None and error.filename and Path(error.filename).is_relative_to(source):
+        # Of a copy that fails, Python names the source, also where it is the target's disk that is full.
+        named = source is not None and error.filename and Path(error.filename).is_relative_to(source)
+        if named and not room(error):
             raise UserError(f"cannot read {error.filename}: {reason}; nothing was written") from None
         raise UserError(f"cannot write {out}: {reason}; {room(error)}choose another place") from None
 
