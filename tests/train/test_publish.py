@@ -24,7 +24,7 @@ from shoestring.serve.http.follower import WeightFollower
 from shoestring.state.reshard import exchange
 from shoestring.state.reshard.exchange import Catalogue, Channel, Gone, changed_bytes, parse_address, with_changes
 from shoestring.state.reshard.layouts import REPLICATE, MeshLayout, shard
-from shoestring.train.publish import Publish
+from shoestring.train.publish import Publish, WeightsSnapshot
 from shoestring.train.step import Run
 from tiny import QWEN2, random_model
 
@@ -263,6 +263,49 @@ def test_only_changes_are_sent_where_that_pays(tmp_path: Path) -> None:
     assert version == same and num_bytes < 0.8 * whole == 0.8 * first[2]
     assert all(torch.equal(values[n][p], t) for n, parts in want.items() for p, t in parts.items())
     publishing.hook.server.close()
+
+
+def test_changes_are_counted_from_what_a_follower_has_also_after_a_run_went_back(tmp_path: Path) -> None:
+    publishing = Publishing(random_model(QWEN2), tmp_path, delta=True)
+    pull = WeightPull(publishing.address, WeightTarget(packed(random_model(QWEN2, 1))))
+    publishing.train(2)
+    pull.pull(2)
+    publishing.run.step = 0  # a rollback: the weights of step 2 are others now, which this follower does not see
+    with torch.no_grad():
+        for p in publishing.run.model.parameters():
+            p.mul_(-1.5)
+    publishing.train(2)
+    with torch.no_grad():
+        for p in publishing.run.model.parameters():
+            p.add_(1e-4)
+    publishing.run.step += 2
+    publishing.hook.publish(publishing.run)
+    publishing.hook.wait()
+    values, version, _ = pull.pull(4)
+    want, same, _ = WeightPull(publishing.address, pull.target).pull(4)
+    assert version == same
+    assert all(torch.equal(values[n][p], t) for n, parts in want.items() for p, t in parts.items())
+    publishing.hook.server.close()
+
+
+def test_the_last_step_is_published_also_where_the_one_before_is_still_read(
+    publishing: Publishing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on, digest = threading.Event(), WeightsSnapshot.make_digest
+    monkeypatch.setattr(WeightsSnapshot, "make_digest", lambda self: go_on.wait(60) and digest(self))
+    hook, run = publishing.hook, publishing.run
+    hook.last = 5
+    for run.step in (2, 4):  # 4 is left out
+        hook.after_step(run)
+    threading.Timer(0.3, go_on.set).start()
+    run.step = 5
+    hook.after_step(run)
+    hook.wait()
+    pull = WeightPull(publishing.address, WeightTarget(random_model(QWEN2, 1)))
+    version = pull.newest()
+    pull.close()
+    assert version is not None and version.step == 5
+    assert [row["step"] for row in run.log.history] == [2, 5]
 
 
 def test_what_cannot_follow_is_one_line(

@@ -93,6 +93,8 @@ class Publish(PublishNothing):
 
     def publish(self, run: Run) -> None:
         """Copy now, publish as soon as the copy has a digest."""
+        if run.step == self.last:  # no other step follows that could be published instead
+            self._wait_for_room(LAST_S)
         busy = self._digesting is not None and self._digesting.is_alive()
         buffers = None if busy else self._free_buffers()
         if self.mesh.any(buffers is None):  # the same steps on every rank
@@ -122,6 +124,13 @@ class Publish(PublishNothing):
             free = HostBuffers(like, self.mesh.device)
             self._buffers.append(free)
         return free
+
+    def _wait_for_room(self, seconds: float) -> None:
+        """Until the copy before is offered, and a slow follower has left one."""
+        self.wait()
+        until = time.monotonic() + seconds
+        while self._free_buffers() is None and time.monotonic() < until:
+            time.sleep(0.02)
 
     def _finish(self, snapshot: WeightsSnapshot) -> None:
         snapshot.make_digest()

@@ -36,7 +36,8 @@ class WeightPull:
     def __init__(self, address: tuple[str, int], target: WeightTarget, timeout_s: float = 30.0) -> None:
         """UserError for a publisher whose model is another one."""
         self.target = target
-        self._last: tuple[int, Values] | None = None  # what was pulled before, where only changes need to be sent
+        # What was pulled before, with the digest of each rank's part, where only changes need to be sent.
+        self._last: tuple[list[str], Values] | None = None
         self._values: list[dict[str, dict[str, Tensor]]] = []
         first = Publisher(address, timeout_s)
         self._ranks = [first]
@@ -58,22 +59,23 @@ class WeightPull:
     def pull(self, step: int) -> tuple[dict[str, dict[str, Tensor]], WeightsVersion, int]:
         """All values of that step, its full version, and the number of bytes; the next pull may write where these
         values are. `Gone` where a newer step replaced it."""
-        digest = hashlib.blake2b(digest_size=16)
+        digests: list[str] = []
         for rank in self._ranks:
             found = rank.newest()
             if found is not None and found[0] < step:
                 found = rank.newest(other_than=found[0], seconds=60.0)  # this rank is a moment behind
             if found is None or found[0] != step:
                 raise Gone(f"step {step} has been replaced")
-            digest.update(found[1].encode())
+            digests.append(found[1])
         values = self._room()
-        have, held = (-1, None) if self._last is None else (self._last[0], partial(self._region, self._last[1]))
+        have, held = ([""] * len(digests), None) if self._last is None else self._last
+        region = None if held is None else partial(self._region, held)
         sizes, errors = [0] * len(self._ranks), []
 
         def pull_from(place: int) -> None:
             try:
-                write = partial(self._write, values)
-                sizes[place] = self._ranks[place].pull(step, self._pieces[place], write, have, held)
+                write, pieces = partial(self._write, values), self._pieces[place]
+                sizes[place] = self._ranks[place].pull(step, digests[place], pieces, write, have[place], region)
             except BaseException as error:
                 errors.append(error)
 
@@ -85,8 +87,9 @@ class WeightPull:
         if errors:
             raise errors[0]
         if self._ranks[0].delta:
-            self._last = step, values
-        return values, WeightsVersion(self.run, step, digest.hexdigest()), sum(sizes)
+            self._last = digests, values
+        digest = hashlib.blake2b("".join(digests).encode(), digest_size=16).hexdigest()
+        return values, WeightsVersion(self.run, step, digest), sum(sizes)
 
     def _room(self) -> dict[str, dict[str, Tensor]]:
         """Memory of an earlier pull, which the engine has taken over; not what changes are counted from."""

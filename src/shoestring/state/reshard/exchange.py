@@ -43,7 +43,7 @@ from shoestring.state.reshard.layouts import Layout
 from shoestring.state.reshard.plan import layout_from_json, layout_to_json
 
 KEY = "SHOESTRING_PUBLISH_KEY"
-PROTOCOL = 1
+PROTOCOL = 2
 MOST_HEADER = 1 << 26  # bytes of a JSON object
 MOST_FOLLOWERS = 64
 BUCKET = 64 << 20
@@ -282,12 +282,12 @@ class SnapshotServer:
             return
         with self._changed:
             snapshot, previous = self._snapshot, self._previous
-        step, have = request.whole("step", least=0), request.whole("have", -1, least=-1)
-        if snapshot is None or snapshot.step != step:
+        step, digest, have = request.whole("step", least=0), request.text("digest", ""), request.text("have", "")
+        if snapshot is None or snapshot.step != step or digest not in ("", snapshot.digest):
             channel.send({"error": f"step {step} is not kept any more", "gone": True})
             return
         try:
-            known = previous if previous is not None and previous.step == have else None
+            known = previous if previous is not None and previous.digest == have else None
             for bucket in _buckets(snapshot, request.list("pieces"), known):
                 channel.send({"parts": [row for row, _ in bucket]}, [t for _, t in bucket])
         except UserError as error:
@@ -407,15 +407,19 @@ class Publisher:
     def pull(
         self,
         step: int,
+        digest: str,
         pieces: Sequence[WantedPiece],
         write: Callable[[WantedPiece, str, Tensor], None],
-        have: int = -1,
+        have: str = "",
         held: Callable[[WantedPiece, str], Tensor] | None = None,
     ) -> int:
-        """Get the pieces; `write` takes each part as it arrives. `held`: the parts of the step `have`, of which only
-        changes need to come. The number of bytes."""
+        """Get the pieces of a snapshot; `write` takes each part as it arrives. `held`: the parts of the snapshot with
+        the digest `have`, of which only changes need to come. The number of bytes.
+
+        Snapshots are told apart by digests: a run that goes back publishes a step again, with other weights."""
         rows = [[p.name, list(p.box.start), list(p.box.stop), dict(p.form)] for p in pieces]
-        self._channel.send({"op": "get", "step": step, "pieces": rows, "have": have if held is not None else -1})
+        known = {} if held is None else {"have": have}
+        self._channel.send({"op": "get", "step": step, "digest": digest, "pieces": rows, **known})
         total = 0
         while True:
             header = self._channel.receive()
