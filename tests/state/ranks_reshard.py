@@ -146,6 +146,8 @@ def model_in_place(rank: int) -> None:
     refused(lambda: mover.reshard(odd, src=rows, dst=REPLICATED, dtype=torch.float32), "cannot become")
     mine = {f"only.{rank}": torch.zeros(2)}
     refused(lambda: mover.reshard(mine, dst=REPLICATED), "only some have it")
+    five = MeshLayout((5,), (shard(0),))
+    refused(lambda: mover.reshard({"vector": whole("vector")}, dst=five), "name rank 4 (1 such), which is not among")
 
 
 def without_rows(rank: int) -> None:

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoestring.errors import UserError
+from shoestring.errors import UserError, shown
 from shoestring.state.boxes import Box
 from shoestring.state.files import DTYPE_NAMES, DTYPES
 from shoestring.state.reshard.dtensors import layout_of
@@ -417,11 +417,21 @@ class Resharder:
         rank = dist.get_rank()
         plan = self.plan(described, target)
         self._agree([] if self._same(plan.digest) else ["the ranks have made different plans"])
+        self._check_ranks(plan)
         own = _own_boxes(described, rank).items()
         held = self._together(lambda: Shards({n: _split(_local(tensors[n]), boxes, n) for n, boxes in own}))
         dtypes = {name: DTYPES[dtype] for name, (_, dtype, _) in target.items()}
         damaged = execute(plan, rank, held, staged, dtypes, self.transport, self.bucket)
         self._agree([f"transfer {n} arrived damaged at rank {rank}" for n in damaged])
+
+    def _check_ranks(self, plan: ReshardPlan) -> None:
+        """A rank that nobody runs would be waited for."""
+        named = {rank for t in plan.transfers for hop in t.hops for rank in hop} | {rank for rank, _ in plan.copies}
+        if outside := sorted(named - set(self.ranks)):
+            raise UserError(
+                f"the layouts name rank {outside[0]} ({len(outside)} such), which is not among the {len(self.ranks)} "
+                f"ranks of this group ({shown(list(self.ranks))}); give layouts over these"
+            )
 
     # -- agreement ----------------------------------------------------------------------------------------------
     def _describe(
