@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from interrupted import dying
+from safetensors.torch import load_file, save_file
 
 from shoestring.cli.app import run_cli
 from shoestring.errors import UserError
@@ -181,6 +182,30 @@ def test_ctrl_c_and_resume(cli: Callable[..., str], here: Path, monkeypatch: pyt
     ).read_bytes()
     assert not (here / "cut/blocks").exists()
     assert "nothing to go on with" in cli("resume=cut", fails=True)
+
+
+def test_a_run_does_not_go_on_with_other_weights(
+    command: Callable[..., str], own_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The blocks that it has would be those of another model."""
+    save = BlockFiles.save
+
+    def stop(self: BlockFiles, index: int, *rest: Any) -> None:
+        save(self, index, *rest)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BlockFiles, "save", stop)
+        argv = [*SMALL, "format=int3:g32", "calib=calib.txt", "run=cut", "device=cpu"]
+        assert run_cli(["run", "shrink/ptq", *argv]) != 0
+    weights = own_home / "model/model.safetensors"
+    old, tensors = weights.read_bytes(), load_file(weights)
+    tensors["model.layers.0.mlp.up_proj.weight"] *= 1.01
+    save_file(tensors, weights, metadata={"format": "pt"})
+    said = command("run", "shrink/ptq", "resume=cut", fails=True)
+    assert "the weights of model are not those that this run began with" in said
+    weights.write_bytes(old)  # a copy is the same model
+    command("run", "shrink/ptq", "resume=cut")
 
 
 BLOCKWISE = ["method=blockwise", "calib=calib.txt", "epochs=1", "train_batch=2"]

@@ -40,7 +40,7 @@ from shoestring.shrink.blockwise import quantize_blocks
 from shoestring.shrink.calibrate import windows
 from shoestring.shrink.quality_gate import judge, outlier_table, outliers, refuse
 from shoestring.shrink.quantize import plan
-from shoestring.shrink.shrink_run import error_sections, read_rules
+from shoestring.shrink.shrink_run import error_sections, keep_source, read_rules
 from shoestring.state.files import TensorFiles
 from shoestring.state.run_lock import hold_run
 
@@ -61,6 +61,7 @@ def shrink_encoder(cfg: ptq_stages.PtqSettings, source: Path) -> Path:
     held, calib = inputs[::HELD_OUT], inputs[torch.arange(len(inputs)) % HELD_OUT != 0]
     calibration = ptq_stages.pick_calibration(cfg, method, None)
     folder = open_run_folder(RECIPE, to_json(cfg))
+    keep_source(folder, source)
     files = BlockFiles(folder / "blocks")
     with (
         in_run(folder),

@@ -55,7 +55,7 @@ from shoestring.shrink.quality_gate import (
 )
 from shoestring.shrink.quantize import plan
 from shoestring.shrink.self_text import check_room, generate_text, read_prompts
-from shoestring.shrink.shrink_run import ShrinkRun, check_start, read_rules, report_before_after
+from shoestring.shrink.shrink_run import ShrinkRun, check_start, keep_source, read_rules, report_before_after
 from shoestring.shrink.whole_model import EMBED, EMBED_HELP, give_embedding
 from shoestring.state.checkpoint import Checkpointer, ResumeFrom, check_steps, on_main
 from shoestring.state.run_lock import hold_run
@@ -253,6 +253,7 @@ def open_run(
         # Loaded for the check and dropped, so that no process holds it while training.
         check_model(load_model(cfg.model, device=mesh.device, dtype=compute).model)
     folder = on_main(mesh, open_run_folder, recipe, to_json(cfg))
+    on_main(mesh, keep_source, folder, cfg.model)
     with in_run(folder), resumable(recipe, folder), hold_run(folder, mesh):
         log = RunLog(folder, main=mesh.is_main)
         log.save_config(config_record(recipe, cfg, **AS_SAVED, run=str(folder)))

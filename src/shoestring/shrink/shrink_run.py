@@ -5,6 +5,7 @@ model, rows before and after, report.html).
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -19,9 +20,10 @@ from shoestring.errors import UserError
 from shoestring.evals.model_row import corpus_of_run, fitting_context, need_tokenizer, read_tokens, validation_split
 from shoestring.formats import Format, parse_format, unpack
 from shoestring.host.block_offload import fits_on_device
+from shoestring.json_files import read_object
 from shoestring.mesh import Mesh
 from shoestring.model import LoadedModel, load_model, save_model
-from shoestring.model.folder import read_spec
+from shoestring.model.folder import read_spec, weight_files
 from shoestring.model.tokenizer import Tokenizer
 from shoestring.paths import expand, find_model
 from shoestring.report import Curves, Section, Series, Table, Text, eval_table, run_sections, size_scatter, write_report
@@ -29,12 +31,14 @@ from shoestring.runlog import RunLog, check_resume_from, check_run_folder, check
 from shoestring.shrink.calibrate import windows
 from shoestring.shrink.quantize import QuantizeReport
 from shoestring.shrink.self_text import own_windows
-from shoestring.state.files import DTYPES, TensorFiles
+from shoestring.state.files import DTYPES, TensorFiles, write_json
 from shoestring.state.run_lock import LOCK, check_not_held, is_held
 from shoestring.train.shards import tokenize_corpus
 
 OWN = "own"  # as `calib`: what the model writes itself
 MIN_HELD_OUT = 128  # tokens that a perplexity of a held-out part needs
+SOURCE = "source.json"  # of a run folder: stamps of the weight files that the run began with
+STAMP_PIECES, STAMP_BYTES = 256, 4096
 MAX_TOKENS = 5_000_000  # of a calibration corpus: windows are spread over these
 
 
@@ -85,6 +89,31 @@ def check_start(settings: dict[str, Any], deciding: Iterable[str]) -> None:
     if settings["resume"] is not None:
         check_not_held(Path(settings["resume"]))
     check_unfinished(settings["resume"])
+
+
+def keep_source(folder: Path, model: str | Path) -> None:
+    """Note in a new run folder which weights the run begins with. UserError where a resumed one would go on with
+    others: a model made of both, half of its blocks from each, would be no one's."""
+    file, stamps = folder / SOURCE, {path.name: _stamp(path) for path in weight_files(model)}
+    if not file.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(file, stamps)
+    elif read_object(file) != stamps:
+        raise UserError(
+            f"resume={folder}: the weights of {model} are not those that this run began with, and what it has done so "
+            "far does not fit them; put the old ones back, or start a new run"
+        )
+
+
+def _stamp(file: Path) -> str:
+    """Of the size of a file and of pieces all over it: gigabytes are not read for it, and a copy has the same one."""
+    size = file.stat().st_size
+    hashed = hashlib.blake2b(str(size).encode(), digest_size=16)
+    with file.open("rb") as opened:
+        for i in range(STAMP_PIECES):
+            opened.seek(max(0, size - STAMP_BYTES) * i // (STAMP_PIECES - 1))
+            hashed.update(opened.read(STAMP_BYTES))
+    return hashed.hexdigest()
 
 
 def check_model_given(model: str) -> None:

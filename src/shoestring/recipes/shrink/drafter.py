@@ -30,6 +30,7 @@ from shoestring.runlog import AS_SAVED, RunLog, open_run_folder, resumable
 from shoestring.shrink import drafter_stages as stages
 from shoestring.shrink.drafter_stages import RECIPE
 from shoestring.shrink.self_text import check_room
+from shoestring.shrink.shrink_run import keep_source
 from shoestring.state.run_lock import hold_run
 
 
@@ -51,6 +52,7 @@ def main(cfg: Config) -> Path:
         check_room(prompts, need_tokenizer(loaded), cfg.new_tokens, cfg.batch * cfg.context + 1)
     settings = to_json(cfg)
     folder = open_run_folder(RECIPE, settings)
+    keep_source(folder, cfg.model)
     with in_run(folder), resumable(RECIPE, folder), hold_run(folder):
         log = RunLog(folder)
         log.save_config(config_record(RECIPE, cfg, **AS_SAVED, run=str(folder)))

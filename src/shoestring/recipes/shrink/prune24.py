@@ -42,7 +42,7 @@ from shoestring.shrink import prune24_stages as stages
 from shoestring.shrink.prune24_retrain import gather
 from shoestring.shrink.prune24_stages import RECIPE
 from shoestring.shrink.quality_gate import judge, refuse, set_aside, verify_model
-from shoestring.shrink.shrink_run import ShrinkRun, run_once
+from shoestring.shrink.shrink_run import ShrinkRun, keep_source, run_once
 from shoestring.state.checkpoint import on_main
 from shoestring.state.run_lock import hold_run
 
@@ -63,6 +63,7 @@ def main(cfg: Config) -> Path:
         convert(blank, rules)  # raises for layers that cannot be 2:4
     calib_NT = stages.check_texts(cfg, LoadedModel(blank, tokenizer, spec, Path(cfg.model))) if mesh.is_main else None
     folder = on_main(mesh, open_run_folder, RECIPE, to_json(cfg), ())
+    on_main(mesh, keep_source, folder, cfg.model)
     with in_run(folder), resumable(RECIPE, folder), hold_run(folder, mesh):
         run = ShrinkRun(RECIPE, folder, RunLog(folder, main=mesh.is_main), mesh, pick_dtype(cfg.dtype, mesh.device))
         run.log.save_config(config_record(RECIPE, cfg, **AS_SAVED, run=str(folder)))

@@ -51,6 +51,7 @@ from shoestring.shrink.shrink_run import (
     calibration_windows,
     error_sections,
     held_out_text,
+    keep_source,
     load_where_it_fits,
     read_rules,
     report_before_after,
@@ -92,6 +93,7 @@ def main(cfg: Config) -> Path:
     calibration = stages.pick_calibration(cfg, method, onload_device)
 
     folder = open_run_folder("shrink/ptq", to_json(cfg))
+    keep_source(folder, cfg.model)
     files, num_blocks = BlockFiles(folder / "blocks"), len(loaded.model.blocks)
     with (
         in_run(folder),
