@@ -806,6 +806,27 @@ time.sleep(30)
     assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == code
 
 
+def test_ctrl_c_ends_a_server_that_starts(model_folder: Path) -> None:
+    """Also where a library swallows the KeyboardInterrupt, as some do while they are imported."""
+    program = f"""
+import os, signal, time
+import shoestring.serve.http.server as server
+from shoestring.cli.app import run_cli
+
+def load(*given, **options):
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(30)
+    except BaseException:
+        print("swallowed")
+
+server.main = load
+run_cli(["serve", {str(model_folder)!r}, "--port", "0"])
+"""
+    done = subprocess.run([sys.executable, "-c", program], timeout=60, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+
+
 def test_letters_that_the_terminal_does_not_have(model_folder: Path) -> None:
     argv = [sys.executable, "-m", "shoestring", "generate", str(model_folder), "caf\u00e9 \u65e5", "--max-tokens", "1"]
     given = {**os.environ, "PYTHONIOENCODING": "latin-1", "PYTHONUTF8": "1"}  # arguments are UTF-8, the output is not

@@ -26,6 +26,7 @@ from shoestring.cli.reshard import reshard_app
 from shoestring.cli.terminal import (
     OutputReaders,
     chat_prompt,
+    ended_by_ctrl_c,
     find_skips,
     help_of_recipe,
     lead,
@@ -309,6 +310,7 @@ def chat(
 
 
 @app.command()
+@ended_by_ctrl_c()
 def serve(
     model: ModelArgument,
     host: Annotated[str, typer.Option(help="The address to listen on; 0.0.0.0 listens on all.")] = "127.0.0.1",

@@ -286,6 +286,21 @@ def stoppable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+@contextmanager
+def ended_by_ctrl_c() -> Iterator[None]:
+    """Ctrl-C inside ends the process, as SIGTERM does, until something else handles it. A KeyboardInterrupt would not
+    always: some libraries swallow it while they are imported, others abort."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    first = os.getpid() == 1  # for which there is no default action
+    before = signal.signal(signal.SIGINT, (lambda *_: os._exit(128 + signal.SIGINT)) if first else signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def help_of_recipe(argv: list[str]) -> list[str]:
     """`run NAME ... --help` asks for that recipe's settings, which typer knows nothing of."""
     names = [arg for arg in argv[1:2] if not arg.startswith("-")]
