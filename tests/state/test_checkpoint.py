@@ -413,3 +413,37 @@ def test_private_entries_of_another_place_are_reported(tmp_path: Path) -> None:
     state = {"w": torch.zeros(2), "private": {"a": torch.zeros(1), "n": 2, "late": torch.zeros(1)}}
     assert load_checkpoint(tmp_path / "c", state) == ["private@dp0-tp0.late"]
     assert state["private"]["a"].item() == 1 and state["private"]["n"] == 1
+
+
+def test_a_branch_may_gain_and_lose_private_tensors(tmp_path: Path) -> None:
+    """A reducer has residuals or not, by the method that is chosen at a start; the rest of the branch is one value or
+    several then."""
+
+    def state(step: int, residual: bool, **more: Any) -> dict[str, Any]:
+        private = {"residual": {"private@replica0": {"w": torch.full((3,), float(step))}}} if residual else {}
+        reducer = {"steps": step, "note": None, **private}
+        return {
+            "parts": {
+                "data": {"seed": step},
+                "hooks.0": {},
+                "private@skipped": {"at": step},
+                "reducer": reducer,
+                **more,
+            }
+        }
+
+    for residual in (False, True):
+        path = tmp_path / str(residual)
+        save_checkpoint(path, state(5, residual))
+        other = state(0, not residual)
+        absent = load_checkpoint(path, other)
+        assert absent == ([] if residual else ["parts.reducer.residual.private@replica0.w"])
+        parts = other["parts"]
+        assert parts["data"] == {"seed": 5} and parts["private@skipped"] == {"at": 5} and parts["hooks.0"] == {}
+        assert (parts["reducer"]["steps"], parts["reducer"]["note"]) == (5, None)
+        # What is shared must still be there, and nothing else.
+        with pytest.raises(UserError, match=r"does not fit this run: .*missing in the checkpoint: parts"):
+            load_checkpoint(path, state(0, not residual, more={"a": 1}))
+        save_checkpoint(tmp_path / f"more-{residual}", state(5, residual, more={"a": 1}))
+        with pytest.raises(UserError, match=r"1 not expected here: parts\.more"):
+            load_checkpoint(tmp_path / f"more-{residual}", state(0, not residual))

@@ -13,11 +13,13 @@ Left out: writing in the background and keeping copies in memory or on peers (le
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -106,6 +108,57 @@ def unflatten(state: dict[str, Any], values: dict[str, Any], where: str = "dp0-t
     return absent
 
 
+def regrouped(saved: Manifest, state: dict[str, Any], where: str = "dp0-tp0") -> Manifest:
+    """The manifest with its values under the names that this state has for them.
+
+    A branch without tensors is one value, and whether it has tensors may have changed since it was saved: reducer=auto
+    may choose a method with residuals at one start, and one without at the next."""
+    values = dict(saved.values)
+
+    def split(name: str) -> None:
+        """One value there, several here."""
+        if isinstance(whole := decode_value(values[name]), dict):
+            del values[name]
+            values.update({f"{name}.{key}": encode_value(name, value) for key, value in whole.items()})
+
+    def join(name: str, node: Any) -> None:
+        """Several values there, one here. Where one is missing all stay, and the checkpoint does not fit."""
+        taken: list[str] = []
+
+        def gather(name: str, node: Any) -> Any:
+            if name in values:
+                taken.append(name)
+                return decode_value(values[name])
+            if isinstance(node, dict) and node:
+                return {key: gather(f"{name}.{key}", child) for key, child in node.items()}
+            if _PRIVATE_NAME.search(name):
+                return node
+            raise KeyError(name)
+
+        with contextlib.suppress(KeyError):
+            joined = gather(name, node)
+            for part in taken:
+                del values[part]
+            if taken:  # else it is a private value that was not saved
+                values[name] = encode_value(name, joined)
+
+    def visit(name: str, node: Any) -> None:
+        if isinstance(node, Tensor):
+            return
+        if not _is_split(node):
+            if name not in values:
+                join(name, node)
+            return
+        if name in values:
+            split(name)
+        for key, child in _children(node):
+            visit(f"{name}.{_label(key, where)}", child)
+
+    for key, child in state.items():
+        visit(_label(key, where), child)
+    return replace(saved, values=values)
+
+
 def _label(key: Any, where: str) -> str:
     return f"{PRIVATE}@{where}" if key == PRIVATE else str(key)
 
@@ -161,16 +214,17 @@ def load_checkpoint(path: Path | str, state: dict[str, Any], mesh: Mesh | None =
     """
     path, where = Path(path), coordinate(mesh)
 
-    def prepare() -> tuple[SafeReader, dict[str, Tensor]]:
+    def prepare() -> tuple[SafeReader, Manifest, dict[str, Tensor]]:
         reader = SafeReader(path)
         tensors, values = flatten(state, where)
-        check_fits(path, reader.manifest, tensors, values)
-        return reader, tensors
+        saved = regrouped(reader.manifest, state, where)
+        check_fits(path, saved, tensors, values)
+        return reader, saved, tensors
 
-    reader, tensors = agree(mesh, prepare)
+    reader, saved, tensors = agree(mesh, prepare)
     found = {n: t for n, t in tensors.items() if n in reader.manifest.tensors}
     _fill_tensors(reader, found, mesh)
-    absent = unflatten(state, reader.manifest.values, where)
+    absent = unflatten(state, saved.values, where)
     return sorted([*(n for n in tensors if n not in found), *absent])
 
 

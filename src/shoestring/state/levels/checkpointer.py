@@ -42,6 +42,7 @@ from shoestring.state.checkpoint import (
     newest_folder,
     on_main,
     put_back,
+    regrouped,
     run_state,
     save_checkpoint,
     seed_rng,
@@ -395,6 +396,7 @@ class LevelCheckpointer:
         state = state_to_fill(run, parts, (*saved.tensors, *saved.values))
         where = coordinate(run.mesh)
         tensors, values = agree(run.mesh, lambda: flatten(state, where))
+        saved = regrouped(saved, state, where)
         what = f"version of step {choice.step}"
         agree(run.mesh, lambda: check_fits(what, saved, tensors, values))
         found = {n: t for n, t in tensors.items() if n in saved.tensors}
