@@ -26,6 +26,7 @@ import itertools
 import json
 import math
 import os
+import signal
 import stat
 import sys
 import time
@@ -170,7 +171,7 @@ class RunLog:
     def say(self, text: str) -> None:
         """One line on the console."""
         if self.main and not self.quiet:
-            print(text, flush=True)
+            _tell(text)
 
     @contextmanager
     def progress(self, total: int, description: str) -> Iterator[ProgressBar]:
@@ -184,6 +185,18 @@ class RunLog:
             bar = _PlainProgress(total, description)
             yield bar
             bar.finish()
+
+
+def _tell(text: str) -> None:
+    """One line on the console. Where nobody reads it any more (| head), a run ends as by Ctrl-C: it saves, and says how
+    to go on."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+        signal.raise_signal(signal.SIGINT)
 
 
 def import_tracker(name: str) -> Any:
@@ -247,7 +260,7 @@ class _PlainProgress(ProgressBar):
     def _say(self) -> None:
         self.said, self.last_said = time.monotonic(), self._counted()
         seconds = self.said - self.started
-        print(f"{self.description}: {self.done}/{self.total} in {seconds:.0f}s {self.text()}".rstrip(), flush=True)
+        _tell(f"{self.description}: {self.done}/{self.total} in {seconds:.0f}s {self.text()}".rstrip())
 
 
 class _RichProgress(ProgressBar):

@@ -857,6 +857,26 @@ def test_output_that_cannot_be_written(model_folder: Path, redirected: str, code
     assert (done.returncode, done.stderr) == (code, said)
 
 
+def test_a_run_whose_output_nobody_reads_is_stopped_as_by_ctrl_c(tmp_path: Path) -> None:
+    body = """
+from pathlib import Path
+from shoestring.runlog import RunLog, resumable
+
+def main(config):
+    with resumable("mine", Path("folder")):
+        RunLog().say("step 1")
+        raise AssertionError("went on")
+"""
+    recipe = write_recipe(tmp_path / "case.py", body)
+    reader, writer = os.pipe()
+    os.close(reader)
+    argv = [sys.executable, "-m", "shoestring", "run", str(recipe)]
+    done = subprocess.run(argv, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=300)
+    os.close(writer)
+    said = "stopped; continue with `shoestring run mine resume=folder`\n"
+    assert (done.returncode, done.stderr) == (2, said)
+
+
 def test_a_connection_that_breaks_is_not_taken_for_a_reader_that_left(cli: Cli, tmp_path: Path) -> None:
     body = "def main(config):\n    raise BrokenPipeError(32, 'oops')\n"
     result = cli("run", write_recipe(tmp_path / "case.py", body))
