@@ -132,6 +132,10 @@ def test_a_text_too_short_to_evaluate(text: str, fails: Callable[..., str], own_
         ("shrink/bitdistiller", [*TRAINED, "calib_windows=4000"], "4000 windows of 32 need"),
         ("shrink/bitdistiller", [*WRITTEN, "batch=400"], "12,801 are needed"),
         ("shrink/bitdistiller", [*WRITTEN, "batch=4", "calib_windows=400"], "12,800 are needed"),
+        # The run would have noticed it after its training, and a resumed run may not change it.
+        ("shrink/lowbit_best", [*TRAINED, "embed=int5"], "no format 'int5'"),
+        ("shrink/bitdistiller", [*TRAINED, "embed=int4:g48"], "embed: Group 48 does not divide"),
+        ("shrink/prune24", ["model=model", "calib=calib.txt", "train=none", "embed=int4:g48"], "embed: Group 48 does"),
         ("shrink/lowbit_best", [*LOWBIT, "gamma=2"], "gamma=2.0"),
         ("shrink/bitdistiller", [*LOWBIT, "k=0"], "k=0"),
         ("shrink/drafter", [*DRAFTER, "d_model=65"], "multiple of 32"),

@@ -56,7 +56,7 @@ from shoestring.shrink.quality_gate import (
 from shoestring.shrink.quantize import plan
 from shoestring.shrink.self_text import check_room, generate_text, read_prompts
 from shoestring.shrink.shrink_run import ShrinkRun, check_start, keep_source, read_rules, report_before_after
-from shoestring.shrink.whole_model import EMBED, EMBED_HELP, give_embedding
+from shoestring.shrink.whole_model import EMBED, EMBED_HELP, check_embedding, give_embedding
 from shoestring.state.checkpoint import Checkpointer, ResumeFrom, check_steps, on_main
 from shoestring.state.run_lock import hold_run
 from shoestring.train.cakld import CachedCakld, Cakld, check_gamma, teacher_confidence
@@ -246,7 +246,9 @@ def open_run(
     """Check the data and the model's weights, then make the run folder."""
     mesh = open_mesh(cfg.mesh, cfg.device)
     with torch.device("meta"):
-        check_model(Decoder(read_spec(cfg.model)[0]))  # shapes and names
+        blank = Decoder(read_spec(cfg.model)[0])
+    check_model(blank)  # shapes and names
+    check_embedding(blank, read_rules(cfg.rules, cfg.format), cfg.embed)
     check_rows(cfg, mesh, num_windows)
     compute = pick_dtype(cfg.dtype, mesh.device)
     if mesh.is_main and cfg.resume is None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from shoestring.formats import Dense, parse_format
-from shoestring.formats.convert import Rule, format_host, spells_out
+from shoestring.formats.convert import Rule, check_fits, format_host, spells_out
 from shoestring.model import Decoder
 
 EMBED = "int8:g0"
@@ -26,6 +26,12 @@ def with_embedding(rules: Sequence[Rule], embed: str, model: Decoder) -> list[Ru
     ends = ["embed"] if model.head is None else ["embed", "head"]
     wanted = [name for name in ends if not any(spells_out(glob, name) for glob, _ in rules)]
     return [*rules, *((name, format) for name in wanted if not isinstance(format, Dense))]
+
+
+def check_embedding(model: Decoder, rules: Sequence[Rule], embed: str) -> None:
+    """UserError where embedding and head cannot hold `embed`: before a training, not after it."""
+    for name, format in with_embedding(rules, embed, model)[len(rules) :]:
+        check_fits(name, format_host(model, name), format)
 
 
 @torch.no_grad()

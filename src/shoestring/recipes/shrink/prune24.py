@@ -43,6 +43,7 @@ from shoestring.shrink.prune24_retrain import gather
 from shoestring.shrink.prune24_stages import RECIPE
 from shoestring.shrink.quality_gate import judge, refuse, set_aside, verify_model
 from shoestring.shrink.shrink_run import ShrinkRun, keep_source, run_once
+from shoestring.shrink.whole_model import check_embedding
 from shoestring.state.checkpoint import on_main
 from shoestring.state.run_lock import hold_run
 
@@ -61,6 +62,7 @@ def main(cfg: Config) -> Path:
     with torch.device("meta"):
         blank = Decoder(spec)
         convert(blank, rules)  # raises for layers that cannot be 2:4
+    check_embedding(blank, rules, cfg.embed)
     calib_NT = stages.check_texts(cfg, LoadedModel(blank, tokenizer, spec, Path(cfg.model))) if mesh.is_main else None
     folder = on_main(mesh, open_run_folder, RECIPE, to_json(cfg), ())
     on_main(mesh, keep_source, folder, cfg.model)
