@@ -265,11 +265,16 @@ def _are_equal(folder: Path, stem: str, first: str, second: str, stamp: tuple[tu
     for start in range(0, num_rows, _COMPARED_ROWS):
         rows = (slice(start, min(start + _COMPARED_ROWS, num_rows)), slice(0, width))
         a, b = files.read(first, rows), files.read(second, rows)
-        # As bytes first, which takes a seventh of the time.
-        same = a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-        if not same and not torch.equal(a.float(), b.float()):
+        if not (a.dtype == b.dtype and _same_bytes(a, b)) and not torch.equal(a.float(), b.float()):
             return False
     return True
+
+
+def _same_bytes(a: Tensor, b: Tensor) -> bool:
+    """In words of 8 bytes: a seventh of the time that a comparison as fp32 takes."""
+    x, y = (t.reshape(-1).view(torch.uint8) for t in (a, b))
+    whole = x.numel() // 8 * 8
+    return torch.equal(x[:whole].view(torch.int64), y[:whole].view(torch.int64)) and torch.equal(x[whole:], y[whole:])
 
 
 def _open_source(path: str | Path) -> tuple[Path, _WeightSource]:
