@@ -196,6 +196,8 @@ def _tell(text: str) -> None:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a job in the background of a script
+            raise KeyboardInterrupt from None
         signal.raise_signal(signal.SIGINT)
 
 

@@ -813,6 +813,8 @@ import os, signal, time
 import shoestring.serve.http.server as server
 from shoestring.cli.app import run_cli
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # tests may run in the background of a script
+
 def load(*given, **options):
     try:
         os.kill(os.getpid(), signal.SIGINT)
@@ -857,7 +859,8 @@ def test_output_that_cannot_be_written(model_folder: Path, redirected: str, code
     assert (done.returncode, done.stderr) == (code, said)
 
 
-def test_a_run_whose_output_nobody_reads_is_stopped_as_by_ctrl_c(tmp_path: Path) -> None:
+@pytest.mark.parametrize("background", [False, True])  # where Ctrl-C is ignored
+def test_a_run_whose_output_nobody_reads_is_stopped_as_by_ctrl_c(tmp_path: Path, background: bool) -> None:
     body = """
 from pathlib import Path
 from shoestring.runlog import RunLog, resumable
@@ -871,7 +874,12 @@ def main(config):
     reader, writer = os.pipe()
     os.close(reader)
     argv = [sys.executable, "-m", "shoestring", "run", str(recipe)]
-    done = subprocess.run(argv, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=300)
+    action = signal.SIG_IGN if background else signal.default_int_handler
+    before = signal.signal(signal.SIGINT, action)  # only what is ignored is inherited
+    try:
+        done = subprocess.run(argv, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=300)
+    finally:
+        signal.signal(signal.SIGINT, before)
     os.close(writer)
     said = "stopped; continue with `shoestring run mine resume=folder`\n"
     assert (done.returncode, done.stderr) == (2, said)

@@ -289,8 +289,10 @@ def stoppable() -> Iterator[None]:
 @contextmanager
 def ended_by_ctrl_c() -> Iterator[None]:
     """Ctrl-C inside ends the process, as SIGTERM does, until something else handles it. A KeyboardInterrupt would not
-    always: some libraries swallow it while they are imported, others abort."""
-    if threading.current_thread() is not threading.main_thread():
+    always: some libraries swallow it while they are imported, others abort. A job in the background of a script, which
+    ignores Ctrl-C, goes on doing so."""
+    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    if ignored or threading.current_thread() is not threading.main_thread():
         yield
         return
     first = os.getpid() == 1  # for which there is no default action
