@@ -33,7 +33,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from shoestring.errors import Interrupted, UserError, room, shown
 from shoestring.json_files import Fields, check_path, is_unicode, json_lines, kind_of, parse_json, read_object
@@ -193,12 +193,18 @@ def _tell(text: str) -> None:
     try:
         print(text, flush=True)
     except BrokenPipeError:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
+        give_up(sys.stdout)
         if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a job in the background of a script
             raise KeyboardInterrupt from None
         signal.raise_signal(signal.SIGINT)
+
+
+def give_up(stream: TextIO) -> None:
+    """What is written to a stream that nobody reads, or that has no room, is dropped from now on: Python would complain
+    about it again at exit."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
 
 
 def import_tracker(name: str) -> Any:

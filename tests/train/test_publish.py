@@ -48,6 +48,15 @@ class Publishing:
             self.hook.after_step(self.run)
             self.hook.wait()
 
+    def small_step(self) -> None:
+        """Two steps on; most 4-bit codes and bf16 scales stay."""
+        with torch.no_grad():
+            for p in self.run.model.parameters():
+                p.add_(1e-4)
+        self.run.step += 2
+        self.hook.publish(self.run)
+        self.hook.wait()
+
     @property
     def address(self) -> tuple[str, int]:
         return self.hook.server.address
@@ -251,12 +260,7 @@ def test_only_changes_are_sent_where_that_pays(tmp_path: Path) -> None:
     pull = WeightPull(publishing.address, WeightTarget(packed(random_model(QWEN2, 1))))
     publishing.train(2)
     first = pull.pull(2)
-    with torch.no_grad():  # a small step: most 4-bit codes and bf16 scales stay
-        for p in publishing.run.model.parameters():
-            p.add_(1e-4)
-    publishing.run.step += 2
-    publishing.hook.publish(publishing.run)
-    publishing.hook.wait()
+    publishing.small_step()
     values, version, num_bytes = pull.pull(4)
     fresh = WeightPull(publishing.address, pull.target)
     want, same, whole = fresh.pull(4)
@@ -275,12 +279,7 @@ def test_changes_are_counted_from_what_a_follower_has_also_after_a_run_went_back
         for p in publishing.run.model.parameters():
             p.mul_(-1.5)
     publishing.train(2)
-    with torch.no_grad():
-        for p in publishing.run.model.parameters():
-            p.add_(1e-4)
-    publishing.run.step += 2
-    publishing.hook.publish(publishing.run)
-    publishing.hook.wait()
+    publishing.small_step()
     values, version, _ = pull.pull(4)
     want, same, _ = WeightPull(publishing.address, pull.target).pull(4)
     assert version == same

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from shoestring.errors import UserError
+from shoestring.runlog import give_up
 
 if TYPE_CHECKING:
     from shoestring.model.folder import LoadedModel
@@ -235,15 +236,12 @@ def open_missing_streams() -> None:
 
 
 def write_or_give_up(stream: TextIO, text: str = "") -> None:
-    """Write `text` and what was held back. A stream that cannot be written to (a full disk, no reader) is given up, so
-    that Python does not complain about it again at exit."""
+    """Write `text` and what was held back; a stream that cannot be written to (a full disk, no reader) is given up."""
     try:
         stream.write(text)
         stream.flush()
     except OSError:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno())
-        os.close(nowhere)
+        give_up(stream)
 
 
 class OutputReaders:

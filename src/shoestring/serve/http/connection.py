@@ -33,6 +33,7 @@ log = logging.getLogger("shoestring.serve")
 SMALL_CHUNK = 256  # bytes
 MAX_SMALL_CHUNKS = 256  # in one body
 LOOK_S = 0.5  # seconds between two looks whether a client with an unread request is still there
+END = getattr(select, "POLLRDHUP", 0)  # 0: a system that does not tell it (macOS)
 SPARE_FILES = 64  # file descriptors for everything but connections
 
 
@@ -134,7 +135,7 @@ class LimitedConnection(H11Protocol):
             next_request, _closed = self.conn.trailing_data
             if not next_request:
                 self.flow.resume_reading()
-            elif self._end_timer is None:
+            elif END and self._end_timer is None:
                 self._end_timer = self.loop.call_later(LOOK_S, self._look_for_end)
 
     def _look_for_end(self) -> None:
@@ -143,7 +144,7 @@ class LimitedConnection(H11Protocol):
         if self.transport.is_closing() or not self.flow.read_paused:
             return
         poll = select.poll()
-        poll.register(self.transport.get_extra_info("socket"), select.POLLRDHUP)
+        poll.register(self.transport.get_extra_info("socket"), END)
         if poll.poll(0):  # an error, too
             self.transport.abort()
         else:
