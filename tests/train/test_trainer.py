@@ -17,7 +17,7 @@ from shoestring.errors import Interrupted, UserError
 from shoestring.mesh import Mesh, MeshConfig, open_mesh
 from shoestring.model import Decoder, ModelSpec
 from shoestring.model.parallel import ParallelConfig, init_weights, materialize, parallelize
-from shoestring.runlog import RunLog
+from shoestring.runlog import RunLog, read_metrics
 from shoestring.state.checkpoint import Checkpointer
 from shoestring.train.gradients import clip_gradients
 from shoestring.train.objectives import CrossEntropy
@@ -145,6 +145,22 @@ def test_killed_at_any_step_resumes_bit_for_bit(tmp_path: Path, stop: int) -> No
     assert same(weights(whole), weights(again))
     for a, b in zip(whole.optimizer.state.values(), again.optimizer.state.values(), strict=True):
         assert all(torch.equal(torch.as_tensor(a[k]), torch.as_tensor(b[k])) for k in a)
+
+
+def test_killed_before_the_first_checkpoint_leaves_no_lines(tmp_path: Path) -> None:
+    class Die(Hook):
+        def after_step(self, run: Run) -> None:
+            if run.step == 4:
+                raise RuntimeError("killed")
+
+    def saver() -> Checkpointer:
+        return Checkpointer(tmp_path / "checkpoints", every=5)
+
+    with pytest.raises(RuntimeError, match="killed"):
+        fit(new_run(tmp_path), 6, hooks=[Die()], checkpointer=saver())
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+    fit(new_run(tmp_path), 6, hooks=[Hook()], checkpointer=saver())
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
 
 
 def test_accumulation_changes_nothing_but_rounding() -> None:

@@ -130,6 +130,8 @@ def _train(
         run.log.truncate_after(run.step)
     elif skipped.bad is not None:
         raise UserError(f"there is no version from before step {skipped.bad} to go back to; start a new run")
+    elif checkpointer is not None and any(row["step"] > run.step for row in run.log.history):
+        run.log.truncate_after(run.step)  # of a start that ended before its first checkpoint
     skipped.begin(run.step)
     newest = checkpointer.newest if checkpointer is not None else lambda: None
     meter, vote = _Meter(run), _StopVote(run.mesh)

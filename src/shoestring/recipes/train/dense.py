@@ -167,7 +167,6 @@ def pretrain(
         checkpointer = open_checkpointer(cfg, folder)
         if cfg.resume is not None and checkpointer.newest() is None:
             log.say(f"{folder} has no checkpoint that can be used: starting at step 0")
-            log.truncate_after(0)
         run = Run(model, build_optimizer(cfg, model, lr=cfg.lr, weight_decay=cfg.weight_decay), mesh, log)
         try:
             train(
