@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -26,7 +27,7 @@ from shoestring.serve.speculative.draft_model import DraftModel
 from shoestring.serve.speculative.drafter import Drafter
 from shoestring.shrink import drafter as stages
 from shoestring.shrink.drafter_acceptance import Counting
-from shoestring.shrink.drafter_model import first_layers, frequent_tokens, fresh
+from shoestring.shrink.drafter_model import DrafterShape, first_layers, frequent_tokens, fresh
 from shoestring.state.checkpoint import Checkpointer
 from shoestring.train.data import TokenData
 from shoestring.train.shards import TokenShards
@@ -167,6 +168,39 @@ def test_on_policy_and_a_fresh_drafter(cli: Callable[..., str], here: Path) -> N
     assert drafter.spec.d_model == 32 and drafter.spec.num_layers == 1
     assert not (here / "fresh/text.jsonl").exists()
     assert [m["step"] for m in read_jsonl(here / "fresh/metrics.jsonl") if "loss" in m] == [6]
+
+
+def test_a_drafter_begins_with_a_model_that_was_trained_before(cli: Callable[..., str], here: Path) -> None:
+    small = ["d_model=32", "num_layers=2", "num_heads=1", "num_kv_heads=1", "context=64", "batch=8"]
+    train = ["run", "train/dense", *small, "lr=4e-3", "warmup=10", "eval_every=0", "save_every=0", "device=cpu"]
+    cli(*train, "data=texts", "vocab_size=300", "steps=60", "run=sibling")
+    command = ["run", "shrink/drafter", *SMALL, "steps=20", "prompts=texts", "start=sibling"]
+    cli(*command, "run=grown")
+    drafter, sibling = load_model("grown"), load_model("sibling")
+    assert drafter.spec == sibling.spec
+    assert json.loads(Path("grown/model/drafter.json").read_text())["start"] == "sibling"
+    told = json.loads(Path("grown/acceptance.json").read_text())
+    rows = {row["drafter"]: row["sampled"]["acceptance"] for row in told["rows"]}
+    assert rows["drafter"] > rows["before training"]
+    begun = DrafterShape(1, None, start="sibling").build(load_model("target").model).state_dict()
+    assert all(torch.equal(begun[name], weight) for name, weight in sibling.model.state_dict().items())
+
+    # With other weights a stopped run does not go on, and with other tokens none begins.
+    shutil.rmtree("grown/model")
+    Path("grown/report.html").unlink()
+    Path("sibling/model").rename("kept")
+    shutil.copytree("kept", "sibling/model")
+    weights = next(Path("sibling/model").glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\x7f")
+    assert "target and sibling are not those that this run began with" in cli(
+        "run", "shrink/drafter", "resume=grown", fails=True
+    )
+    cli(*train, "data=python", "max_mb=0.2", "vocab_size=300", "steps=1", "run=stranger")
+    assert "not the same ones" in cli(*command[:-1], "start=stranger", fails=True)
+    assert "give one of them" in cli(*command, "d_model=32", fails=True)
+    long = [word if not word.startswith("context") else "context=65" for word in command]
+    assert "context=65 is more than the 64 positions of start=sibling" in cli(*long, fails=True)
+    assert "nowhere" in cli(*command[:-1], "start=nowhere", fails=True)
 
 
 def test_prompts_from_a_list_are_held_out(here: Path) -> None:

@@ -1,5 +1,6 @@
-"""Drafters before training: two shapes, and a vocabulary that may be trimmed.
+"""Drafters before training: three ways to begin, and a vocabulary that may be trimmed.
 
+`dense_copy(model)`         a small model that was trained before, such as a sibling of the target's family
 `first_layers(target, n)`   the target's embedding, first n blocks, last norm and head: it knows the tokens, but its
                             head was made for hidden states of the last layer
 `fresh(spec, ...)`          a small decoder of its own width with random weights and the target's tokenizer
@@ -23,10 +24,10 @@ import torch
 
 from shoestring.errors import UserError
 from shoestring.formats import FormatHost
-from shoestring.model import Decoder, ModelSpec, Tokenizer, save_model
+from shoestring.model import Decoder, LoadedModel, ModelSpec, Tokenizer, load_model, save_model
 from shoestring.model.parallel import init_weights
 from shoestring.runlog import write_atomically
-from shoestring.serve.speculative.draft_model import DRAFTER_FILE
+from shoestring.serve.speculative.draft_model import DRAFTER_FILE, check_vocabulary
 
 VERSION = 1
 
@@ -38,18 +39,22 @@ def first_layers(target: Decoder, num_layers: int) -> Decoder:
             f"layers={num_layers}: a drafter takes 1 to {target.spec.num_layers - 1} of the target's "
             f"{target.spec.num_layers} layers"
         )
-    drafter = Decoder(_cut(target.spec, num_layers))
-    theirs = dict(target.named_modules())
-    state = target.state_dict()
-    with torch.no_grad():
-        for name, param in drafter.named_parameters():
-            owner, _, leaf = name.rpartition(".")
-            module = theirs[owner]
-            if leaf == "weight" and isinstance(module, FormatHost):
-                param.copy_(module.effective_weight(torch.float32))
-            else:
-                param.copy_(state[name])
-    return drafter
+    return dense_copy(target, _cut(target.spec, num_layers))
+
+
+@torch.no_grad()
+def dense_copy(model: Decoder, spec: ModelSpec | None = None) -> Decoder:
+    """A copy with fp32 masters, of all blocks or of the first ones that `spec` has; packed weights are decoded."""
+    copied = Decoder(spec or model.spec)
+    theirs, state = dict(model.named_modules()), model.state_dict()
+    for name, param in copied.named_parameters():
+        owner, _, leaf = name.rpartition(".")
+        module = theirs[owner]
+        if leaf == "weight" and isinstance(module, FormatHost):
+            param.copy_(module.effective_weight(torch.float32))
+        else:
+            param.copy_(state[name])
+    return copied
 
 
 def _cut(spec: ModelSpec, num_layers: int) -> ModelSpec:
@@ -102,23 +107,48 @@ class DrafterShape:
     layers: int
     d_model: int | None  # None: the target's first layers
     seed: int = 0
+    start: str | None = None  # a model to begin with, instead of these
 
-    def check(self, target: ModelSpec) -> None:
-        """UserError for a drafter that `build` cannot make, before hours of text are generated for it."""
-        if self.d_model is None and not 1 <= self.layers < target.num_layers:
+    def check(self, target: LoadedModel, context: int) -> None:
+        """UserError for a drafter that `build` cannot make, or that cannot be trained on rows of `context` tokens,
+        before hours of text are generated for it."""
+        if self.start is not None:
+            self._check_start(target, context)
+        elif self.d_model is None and not 1 <= self.layers < target.spec.num_layers:
             raise UserError(
-                f"layers={self.layers}: the model has {target.num_layers}; take 1 to {target.num_layers - 1} of "
-                "them, or give d_model= for a drafter of its own width"
+                f"layers={self.layers}: the model has {target.spec.num_layers}; take 1 to {target.spec.num_layers - 1} "
+                "of them, or give d_model= for a drafter of its own width"
             )
-        if self.d_model is not None and (self.layers < 1 or self.d_model < 1 or self.d_model % 32):
+        elif self.d_model is not None and (self.layers < 1 or self.d_model < 1 or self.d_model % 32):
             raise UserError(
                 f"layers={self.layers}, d_model={self.d_model}: give at least one layer and a width that is a multiple "
                 "of 32"
             )
 
+    def _check_start(self, target: LoadedModel, context: int) -> None:
+        if self.d_model is not None:
+            raise UserError(
+                f"start={self.start} and d_model={self.d_model}: give one of them, a model to begin with or the width "
+                "of a fresh one"
+            )
+        loaded = load_model(str(self.start))
+        check_vocabulary(f"start={self.start}", loaded.spec.vocab_size, target.model)
+        ours, theirs = (t and t.backend.get_vocab() for t in (loaded.tokenizer, target.tokenizer))
+        if ours and theirs and ours != theirs:
+            raise UserError(
+                f"start={self.start} has as many tokens as the model, but not the same ones: a drafter must use the "
+                "model's tokenizer"
+            )
+        if context > loaded.spec.max_positions:
+            raise UserError(
+                f"context={context} is more than the {loaded.spec.max_positions} positions of start={self.start}"
+            )
+
     def build(self, target: Decoder) -> Decoder:
         """The untrained drafter with fp32 masters, in the target's compute dtype."""
-        if self.d_model is None:
+        if self.start is not None:
+            drafter = dense_copy(load_model(self.start).model)
+        elif self.d_model is None:
             drafter = first_layers(target, self.layers)
         else:
             head_dim = 64 if self.d_model % 64 == 0 else 32

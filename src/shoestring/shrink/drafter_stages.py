@@ -1,6 +1,6 @@
 """The stages of shrink/drafter: prompts, text, training, acceptance on held-out prompts, report.
 
-check(cfg), check_shape(cfg, target)    all checks of the settings, before text is generated
+check(cfg), check_shape(cfg, loaded)    all checks of the settings, before text is generated
 make_prompts, make_text                 prompts and the corpus to distil on
 train_drafter(cfg, ...)                 model/: scores of the text, a reference drafter for AdaSPEC, training
 measure_stage, finish                   acceptance.json and report.html
@@ -69,7 +69,10 @@ class DrafterSettings:
     prompt_tokens: int = option(32, "tokens of a prompt that is cut from a corpus", least=1, advanced=True)
     new_tokens: int = option(224, "tokens the model writes after each prompt", least=1)
     temperature: float = option(1.0, "sampling temperature of what the model writes", least=0, advanced=True)
-    layers: int = option(2, "blocks of the drafter", least=1)
+    start: str | None = option(
+        None, "a small model with the same tokens to begin with, such as a sibling of its family; none: its own layers"
+    )
+    layers: int = option(2, "blocks of the drafter, without start=", least=1)
     d_model: int | None = option(
         None, "width of a drafter with fresh weights; none takes the model's first layers", least=1
     )
@@ -110,7 +113,7 @@ class DrafterSettings:
 
     @property
     def shape(self) -> DrafterShape:
-        return DrafterShape(self.layers, self.d_model, self.seed)
+        return DrafterShape(self.layers, self.d_model, self.seed, self.start)
 
     def train_data(self, corpus: Corpus) -> TokenData:
         rows: dict[str, Any] = {"context": self.context, "batch": self.batch, "micro": self.micro}
@@ -135,16 +138,16 @@ def check(cfg: DrafterSettings) -> None:
         )
 
 
-def check_shape(cfg: DrafterSettings, target: Decoder) -> None:
+def check_shape(cfg: DrafterSettings, loaded: LoadedModel) -> None:
     """Checks against the model, before hours of text are generated."""
-    cfg.shape.check(target.spec)
+    cfg.shape.check(loaded, cfg.context)
     rows_per_pass(cfg.batch, cfg.micro)
-    if cfg.context > target.spec.max_positions:
-        raise UserError(f"context={cfg.context} is more than the model's {target.spec.max_positions} positions")
-    least = len(target.spec.eos_ids) + 1
-    if cfg.vocab is not None and not least <= cfg.vocab <= target.spec.vocab_size:
+    if cfg.context > loaded.spec.max_positions:
+        raise UserError(f"context={cfg.context} is more than the model's {loaded.spec.max_positions} positions")
+    least = len(loaded.spec.eos_ids) + 1
+    if cfg.vocab is not None and not least <= cfg.vocab <= loaded.spec.vocab_size:
         raise UserError(
-            f"vocab={cfg.vocab}: give {least} to {target.spec.vocab_size}, the model's tokens, or none for all"
+            f"vocab={cfg.vocab}: give {least} to {loaded.spec.vocab_size}, the model's tokens, or none for all"
         )
 
 
@@ -251,6 +254,7 @@ def train_drafter(cfg: DrafterSettings, loaded: LoadedModel, corpus: Corpus, fol
         loaded.tokenizer,
         vocab_ids,
         model=cfg.model,
+        start=cfg.start,
         method=cfg.method,
         loss=cfg.loss,
         steps=cfg.steps,

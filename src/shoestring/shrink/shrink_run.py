@@ -91,17 +91,19 @@ def check_start(settings: dict[str, Any], deciding: Iterable[str]) -> None:
     check_unfinished(settings["resume"])
 
 
-def keep_source(folder: Path, model: str | Path) -> None:
+def keep_source(folder: Path, model: str | Path, *others: str | Path) -> None:
     """Note in a new run folder which weights the run begins with. UserError where a resumed one would go on with
     others: a model made of both, half of its blocks from each, would be no one's."""
     file, stamps = folder / SOURCE, {path.name: _stamp(path) for path in weight_files(model)}
+    for i, other in enumerate(others, start=1):
+        stamps |= {f"{i}/{path.name}": _stamp(path) for path in weight_files(other)}
     if not file.is_file():
         folder.mkdir(parents=True, exist_ok=True)
         write_json(file, stamps)
     elif read_object(file) != stamps:
         raise UserError(
-            f"resume={folder}: the weights of {model} are not those that this run began with, and what it has done so "
-            "far does not fit them; put the old ones back, or start a new run"
+            f"resume={folder}: the weights of {' and '.join(map(str, [model, *others]))} are not those that this run "
+            "began with, and what it has done so far does not fit them; put the old ones back, or start a new run"
         )
 
 

@@ -3,6 +3,7 @@
 Run:     shoestring run shrink/drafter model=RUN                             prompts from the run's own corpus
          shoestring run shrink/drafter model=DIR prompts=my.jsonl layers=4   prompts of your task
          shoestring run shrink/drafter model=DIR prompts=FOLDER text=corpus  the corpus itself, without generated text
+         shoestring run shrink/drafter model=DIR prompts=P start=SMALL       begins with a small model of the same tokens
          shoestring run shrink/drafter model=DIR prompts=P d_model=256 vocab=8192 method=adaspec
          shoestring run shrink/drafter resume=RUN        continues after Ctrl-C or a crash
          shoestring generate MODEL "def main(" --drafter RUN --stats
@@ -44,7 +45,7 @@ def main(cfg: Config) -> Path:
     device = pick_device(cfg.device)
     loaded = ready(load_model(cfg.model, device=device, dtype=pick_dtype(cfg.dtype, device)))
     need_tokenizer(loaded)
-    stages.check_shape(cfg, loaded.model)
+    stages.check_shape(cfg, loaded)
     prompts, held_out, whole = stages.make_prompts(cfg, loaded, *stages.prompt_source(cfg), RunLog(None))
     if cfg.text == "corpus" and whole is not None:
         cfg.train_data(whole)
@@ -52,7 +53,7 @@ def main(cfg: Config) -> Path:
         check_room(prompts, need_tokenizer(loaded), cfg.new_tokens, cfg.batch * cfg.context + 1)
     settings = to_json(cfg)
     folder = open_run_folder(RECIPE, settings)
-    keep_source(folder, cfg.model)
+    keep_source(folder, cfg.model, *filter(None, [cfg.start]))
     with in_run(folder), resumable(RECIPE, folder), hold_run(folder):
         log = RunLog(folder)
         log.save_config(config_record(RECIPE, cfg, **AS_SAVED, run=str(folder)))
