@@ -4,6 +4,7 @@
     ... --sampled-only --temperatures 0.7 1                the controller on sampled texts, and nothing else
     ... --rules coupled block                              of sampled texts; one request at a time from the second on
     ... --only DistillSpec                                 of the drafters these, of the first seed, without the noise
+    SHOESTRING_ROW_STEP=1 ...                              plain steps of one request in one kernel, the faster way
 
 For a target that was trained elsewhere `experiments.drafter --model FILE --name NAME --no-speed --keep DIR` makes DIR.
 
@@ -47,7 +48,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.drafter_tables import BENCH, LONGER, REFILLED, TRAINED, UNTRAINED
+from benchmarks.drafter_tables import BENCH, LONGER, ONE_KERNEL, REFILLED, TRAINED, UNTRAINED
 from benchmarks.drafter_watch import Pauses, Proposed, Watched, watch
 from benchmarks.results import record, significant, spread
 from shoestring.device import pick_device, pick_dtype
@@ -287,6 +288,11 @@ class Kept:
         self._pauses = Pauses()
         self._profile = cache(self.engine.runner.measure_seconds)  # measured once for all controllers
 
+    @property
+    def how(self) -> dict[str, str]:
+        """How plain steps of one request are computed, for `config`; kernel by kernel, as in older lines: nothing."""
+        return {"plain": ONE_KERNEL} if self.engine.runner.in_one_kernel else {}
+
     def controlled(self, row: dict[str, Any], turns: int = 1, *, carried: bool = False) -> Way:
         """A way under a controller, a new one or that of all loads, with all graphs captured."""
         name = row["drafter"]
@@ -334,11 +340,13 @@ def measure_one_at_a_time(kept: Kept, temperature: float, greedy: Rates | None, 
     found = turns.measure(ways, temperature, repeats=repeats, until=until)
     for i, row in enumerate(kept.rows, start=1):
         texts = f"{len(turns.texts)} of them, one at a time, {kept.new_tokens} new"
-        record_one(row, greedy or found, found if greedy else None, i, texts)
+        record_one(row, greedy or found, found if greedy else None, i, texts, kept.how)
     return found
 
 
-def record_one(row: dict[str, Any], greedy: Rates, drawn: Rates | None, i: int, texts: str) -> None:
+def record_one(
+    row: dict[str, Any], greedy: Rates, drawn: Rates | None, i: int, texts: str, how: dict[str, str]
+) -> None:
     ratios = greedy.ratios(i)
     quality = {**row["quality"], "ratio_p20_p80": _range(ratios)}
     if drawn is not None:
@@ -355,7 +363,7 @@ def record_one(row: dict[str, Any], greedy: Rates, drawn: Rates | None, i: int, 
         baseline_value=statistics.median(greedy.of(0)),
         ratio=statistics.median(ratios),
         quality=quality,
-        config=row["config"],
+        config={**row["config"], **how},
         note=f"{row['note']}; tokens/s: {texts}, {len(ratios)} turns",
     )
     said = f"drawn {quality['sampled_ratio']:.2f}x {quality['sampled_ratio_p20_p80']}" if drawn else ""
@@ -411,7 +419,7 @@ def record_batch(kept: Kept, turns: Turns, found: Rates, way: Way, layers: int, 
     drawn = "drawn" if temperature == 1 else f"drawn at {temperature:g}"
     plain, ratios, text = found.of(0), found.ratios(1), drawn if temperature else "greedy"
     batch = turns.batch
-    config = {"target": kept.name, "budget": "batches", "layers": layers, "batch": batch, "load": REFILLED}
+    config = {"target": kept.name, "budget": "batches", "layers": layers, "batch": batch, "load": REFILLED, **kept.how}
     longest, num = max(n for _, n in turns.texts), len(turns.texts)
     line = record(
         bench=BENCH,

@@ -14,6 +14,7 @@ LONGER = "more steps"
 CUT = ", cut"  # behind the budget of a training that was cut off
 PEER = "peer"
 REFILLED, CLOSED = "refilled", "closed"  # where a text ends another begins, or none
+ONE_KERNEL = "one kernel"  # plain steps of one request
 FEW_STEPS = 100
 NOTHING = "Not measured yet."
 TRAINED = ("DistillSpec", "LK", "AdaSPEC", "LK hybrid")  # the first that was served stands for trained drafters

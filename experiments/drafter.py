@@ -28,15 +28,17 @@ it is saved in --target-folder, where the same call goes on with it, and measure
 done; such a row has ", cut" in its budget, its steps, and planned_steps. AdaSPEC's reference is kept there, too. A
 measurement is completed. After that, or at once in other stages, the call ends; a second signal ends it in any case.
 
-Every drafter starts as the target's first layers and sees the same rows of the corpus in the same order (or of text
-that the target wrote: `own_text` of a size). It is measured on prompts from documents that neither it nor the target
-was trained on, with 4 drafts per pass: greedy, and sampled at temperatures 1 and 0.7 under the token rule, whose
-acceptance is sum min(p, q). AdaSPEC learns from a fraction k of a step's tokens; "2.5x batch" gives it steps with 1 / k
-times the rows, as its authors do, so that as many tokens count as in a step of the others.
+A drafter starts as the target's first layers, or (", pre-trained", for sizes that have one) as a small model that was
+trained on the target's corpus, as published drafters do. All see the same rows of the corpus in the same order (or of
+text that the target wrote: `own_text` of a size). They are measured on prompts from documents that neither they nor the
+target were trained on, with 4 drafts per pass: greedy, and sampled at temperatures 1 and 0.7 under the token rule,
+whose acceptance is sum min(p, q). AdaSPEC learns from a fraction k of a step's tokens; "2.5x batch" gives it steps with
+1 / k times the rows, as its authors do, so that as many tokens count as in a step of the others.
 
-Compute is counted in floating-point operations of the drafter's training: 3 forwards per token. It includes AdaSPEC's
-reference (its training and its pass over the text) and, in on-policy training, the drafter's generation and the
-target's scoring of it. It does not include the target's generation and its pass over the text, which all methods share.
+Compute is counted in floating-point operations of the drafter's training: 3 forwards per token. It includes the small
+model's training, AdaSPEC's reference (its training and its pass over the text) and, in on-policy training, the
+drafter's generation and the target's scoring of it. It does not include the target's training and generation and its
+pass over the text, which all methods share.
 "Equal compute" gives a method as many steps as cost what DistillSpec costs at the full number.
 """
 
@@ -70,6 +72,7 @@ from experiments.drafter_target import (
     inference,
     open_own_text,
     open_stories,
+    train_small,
     train_target,
     write_own_text,
 )
@@ -88,7 +91,7 @@ from shoestring.serve.speculative.drafter_stack import DrafterStack
 from shoestring.serve.speculative.ngram_drafter import NgramDrafter
 from shoestring.shrink.drafter import Schedule, distil, make_objective, piece_prompts, reference_losses, score_text
 from shoestring.shrink.drafter_acceptance import Acceptance, engine_for, measure_together
-from shoestring.shrink.drafter_model import coverage, first_layers, frequent_tokens, save_drafter
+from shoestring.shrink.drafter_model import DrafterShape, coverage, frequent_tokens, save_drafter
 from shoestring.shrink.drafter_objectives import DraftDistill
 from shoestring.state.checkpoint import Checkpointer
 from shoestring.state.reshard.version import WeightsVersion
@@ -114,6 +117,7 @@ class Case:
     reference: bool = False
     on_policy: bool = False
     more_rows: float = 1.0  # in a step, times those of others
+    small: bool = False  # begins with a small model that was trained on the target's corpus
 
 
 CASES = (
@@ -123,6 +127,8 @@ CASES = (
     Case("AdaSPEC", reference=True),
     Case("DistillSpec, on-policy", on_policy=True),
     Case("LK hybrid + AdaSPEC", "lk_hybrid", reference=True),
+    Case("DistillSpec, pre-trained", small=True),
+    Case("LK, pre-trained", "lk", small=True),
     Case("AdaSPEC, 2.5x batch", reference=True, more_rows=1 / FRACTION),
 )
 LARGEST = CASES[-1]  # in compute
@@ -149,7 +155,8 @@ class Planned:
 def step_flops(spec: ModelSpec, size: Size, case: Case) -> float:
     """Operations of one step of a case, with its share of the reference: that has as many steps of DistillSpec's rows,
     and a pass over all of the case's. `spec`: the target's."""
-    drafter = replace(spec, num_layers=size.layers, vocab_size=size.vocab or spec.vocab_size)
+    drafter = size.small_spec(spec) if case.small else replace(spec, num_layers=size.layers)
+    drafter = replace(drafter, vocab_size=size.vocab or spec.vocab_size)
     forward = drafter.flops_per_token(size.draft_context) / 3
     tokens = round(case.more_rows * size.draft_batch) * size.draft_context
     total = 3 * forward * tokens
@@ -181,6 +188,7 @@ def plan_of(args: argparse.Namespace, spec: ModelSpec, size: Size) -> list[Plann
     plan = [planned(case, BUDGETS[1]) for case in CASES]
     plan += [planned(case, BUDGETS[2]) for case in CASES if case.reference or case.on_policy]
     plan = [p for p in plan if p.case.name in args.cases and p.budget in args.budgets]
+    plan = [p for p in plan if size.small_layers or not p.case.small]
     plan.sort(key=lambda p: args.cases.index(p.case.name))
     if args.longer_steps:
         plan.insert(args.longer_at, planned(cases[args.longer], LONGER))
@@ -330,7 +338,8 @@ class Bench:
         self.references: dict[tuple[int, int], ScalarCache] = {}
         self.plain: dict[int, Decoder] = {}  # by steps, trained with KL on all tokens
         self.engine: Engine | None = None
-        self.served: DraftModel | None = None  # whose weights are replaced by those of the drafter that is measured
+        # By shape: the weights are replaced by those of the drafter that is measured.
+        self.served: dict[ModelSpec, DraftModel] = {}
 
     def rows_of(self, case: Case) -> TokenData:
         """The rows that a case sees; more of them in a step are those of several steps."""
@@ -338,10 +347,10 @@ class Bench:
         return TokenData(self.text, context=self.size.draft_context, batch=batch, seed=self.seed)
 
     # -- training -------------------------------------------------------------------------------------------
-    def fresh_drafter(self) -> Decoder:
-        drafter = first_layers(self.target, self.layers).to(self.device)
-        drafter.compute_dtype = self.target.compute_dtype
-        return drafter
+    def fresh_drafter(self, case: Case = CASES[0]) -> Decoder:
+        """The target's first layers, or the small model that prepare_all left."""
+        shape = DrafterShape(self.layers, None, start=str(self.folder / "small") if case.small else None)
+        return shape.build(self.target)
 
     def schedule(self, steps: int) -> Schedule:
         return Schedule(steps, self.size.draft_lr, max(1, steps // 20), save_last=False)
@@ -383,7 +392,7 @@ class Bench:
     def train(self, planned: Planned) -> tuple[Decoder, int, bool]:
         """The drafter, its steps, and whether it was asked to stop. It goes on where an earlier call was cut off."""
         case, steps, began = planned.case, planned.steps, time.perf_counter()
-        drafter, data = self.fresh_drafter(), self.rows_of(case)
+        drafter, data = self.fresh_drafter(case), self.rows_of(case)
         checkpoints = self.checkpoints(planned) if self.kept else None
         try:
             self.log.begin(f"the reference of {planned}", steps)
@@ -415,16 +424,18 @@ class Bench:
 
     # -- measuring ------------------------------------------------------------------------------------------
     def drafter(self, row: Row) -> Drafter:
-        """What a row measures. All models are served by one DraftModel: its kernels and graphs are made once."""
+        """What a row measures. Models of one shape are served by one DraftModel: its kernels and graphs are made
+        once."""
         if row.model is None:
             assert row.lookup is not None
             return row.lookup
-        if self.served is None:
-            self.served = DraftModel(copy.deepcopy(row.model), vocab_ids=self.vocab_ids)
+        served = self.served.get(row.model.spec)
+        if served is None:
+            served = self.served[row.model.spec] = DraftModel(copy.deepcopy(row.model), vocab_ids=self.vocab_ids)
         else:
-            self.served.model.load_state_dict(row.model.state_dict())
-            self.served.runner.weights_written(WeightsVersion(row.told["drafter"], 0))
-        return self.served if row.lookup is None else DrafterStack([row.lookup, self.served])
+            served.model.load_state_dict(row.model.state_dict())
+            served.runner.weights_written(WeightsVersion(row.told["drafter"], 0))
+        return served if row.lookup is None else DrafterStack([row.lookup, served])
 
     def keep(self, case: str, budget: str, model: Decoder | None, **config: Any) -> Row:
         """Write a drafter with the full vocabulary, and its measurements; None: n-gram lookup. One that was cut off is
@@ -440,7 +451,7 @@ class Bench:
         config = {
             "target": self.name,
             "budget": budget,
-            "layers": self.layers,
+            "layers": self.layers if model is None else model.spec.num_layers,
             "drafts": NUM_DRAFTS,
             **({"text": "own"} if size.own_text else {}),
             **({"vocab": size.vocab} if size.vocab else {}),
@@ -473,10 +484,11 @@ class Bench:
     def compile(self) -> None:
         """Compile every kernel that drafter_speed.py needs, into the cache."""
         engine = engine_for(self.target, self.prompts, self.size.new_tokens, max_requests=64)
-        model = inference(self.fresh_drafter(), self.target.compute_dtype)
+        small = [case for case in CASES if case.small and self.size.small_layers]
         with clock("kernels compiled"):
-            engine.use_drafter(DraftModel(model))
-            engine.warm_up()
+            for case in (CASES[0], *small[:1]):  # one of each shape
+                engine.use_drafter(DraftModel(inference(self.fresh_drafter(case), self.target.compute_dtype)))
+                engine.warm_up()
 
     def measure(self, row: Row) -> None:
         """Measure and record acceptance, with one engine for all drafters."""
@@ -656,6 +668,12 @@ def prepare_all(args: argparse.Namespace, size: Size, folder: Path) -> Bench:
             most = f"at most {size.text_seconds:.0f} s" if size.text_seconds < 1e6 else "until all texts are written"
             print(f"next: the target's own text, {most}", flush=True)
             text = write_own_text(target, corpus, size, folder)
+        if size.small_layers and not (folder / "small.json").is_file():
+            print(f"next: the small model's training, {size.small_seconds:.0f} s beside its compilation", flush=True)
+            small, num_tokens, found = train_small(size, target, corpus)
+            save_model(folder / "small", small, corpus.tokenizer)
+            write_atomically(folder / "small.json", json.dumps({"tokens": num_tokens, "perplexity": found}))
+            del small
         bench = make_bench(args, size, folder, target, text, prompts, name)
         if saved is not None:
             saved.result()
@@ -753,7 +771,7 @@ def run(bench: Bench, args: argparse.Namespace, limits: Limits) -> None:
             if args.sampled_seconds is None:
                 bench.measure(rows[-1])
     if rows and args.sampled_seconds is None and not args.rows:
-        longest = max(rows, key=lambda row: row.told["config"]["steps"])
+        longest = max(rows, key=lambda row: (row.told["config"]["steps"], "small_tokens" in row.told["config"]))
         measure(lambda: bench.keep_stacked(longest))
         measure(lambda: bench.stacked_on_long_matches(longest))
     if untrained:
@@ -793,11 +811,17 @@ def train_planned(bench: Bench, planned: Planned, limits: Limits) -> tuple[Decod
 
 
 def keep_planned(bench: Bench, planned: Planned, model: Decoder, done: int) -> Row:
-    teraflops = significant(done * step_flops(bench.target.spec, bench.size, planned.case) / 1e12, 3)
+    flops = done * step_flops(bench.target.spec, bench.size, planned.case)
+    config: dict[str, Any] = {"steps": done}
+    if planned.case.small:  # its own training counts
+        told = json.loads((bench.folder / "small.json").read_text())
+        flops += told["tokens"] * model.spec.flops_per_token(bench.size.context)
+        config |= {"width": model.spec.d_model, "small_tokens": told["tokens"]}
+        config["small_perplexity"] = significant(told["perplexity"], 3)
+    config["teraflops"] = significant(flops / 1e12, 3)
     if done == planned.steps:
-        return bench.keep(planned.case.name, planned.budget, model, steps=done, teraflops=teraflops)
-    config = {"steps": done, "planned_steps": planned.steps, "teraflops": teraflops}
-    return bench.keep(planned.case.name, planned.budget + CUT, model, **config)
+        return bench.keep(planned.case.name, planned.budget, model, **config)
+    return bench.keep(planned.case.name, planned.budget + CUT, model, **config, planned_steps=planned.steps)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from shoestring.model import Decoder, ModelSpec, Tokenizer
 from shoestring.model.parallel import ParallelConfig, init_weights, materialize, parallelize
 from shoestring.runlog import RunLog, write_atomically
 from shoestring.serve import Engine, Sampling
+from shoestring.shrink import drafter_model
 from shoestring.shrink.drafter import piece_prompts
 from shoestring.train.corpus import documents
 from shoestring.train.data import TokenData
@@ -69,6 +70,15 @@ class Size:
     deep_share: float = 1 / 3  # of the target's seconds: with all layers
     deep_micro: int | None = None  # rows of a pass with all layers
     compiled: bool = False  # on a GPU: the blocks while they are trained
+    # A small model that is trained on the target's corpus, for drafters that begin with it; 0 layers: none.
+    small_layers: int = 0
+    small_width: int = 0
+    small_batch: int = 0
+    small_seconds: float = 0.0
+    small_lr: float = 0.0
+
+    def small_spec(self, target: ModelSpec) -> ModelSpec:
+        return drafter_model.fresh(target, num_layers=self.small_layers, d_model=self.small_width).spec
 
 
 # Wide layers: a pass over 5 rows costs about as much as one over 1 row, which speculation needs.
@@ -85,6 +95,7 @@ SIZES = {
     "long": Size(
         GPU, 4096, 80.0, 512, 32, 330.0, 4, 5e-4, 1, 0, 8192, 256, 32, 800, 3e-4, 48, 64, 64, 96, 64, 3, 40.0,
         deep_share=0.3, deep_micro=16, compiled=True,
+        small_layers=4, small_width=1024, small_batch=64, small_seconds=75.0, small_lr=1e-3,
     ),
     # 80M tokens in three minutes of a third of an H200: for acceptance, too small for speeds.
     "medium": Size(
@@ -96,7 +107,10 @@ SIZES = {
     "cpu": Size(CPU, 2048, 8.0, 128, 16, 150.0, 0, 2e-3, 1, 0, 0, 128, 8, 60, 1e-3, 32, 64, 32, 80, 16, 2),
     # stories260K: a target that was trained to the end, on a CPU.
     "stories": Size({}, 0, 2.1, 0, 0, 0.0, 0, 0.0, 2, 0, 0, 128, 8, 200, 1e-3, 32, 64, 32, 48, 64, 2),
-    "smoke": Size(CPU, 512, 1.0, 64, 8, 3.0, 2, 2e-3, 1, 0, 16, 64, 8, 6, 1e-3, 16, 4, 16, 16, 4, 2),
+    "smoke": Size(
+        CPU, 512, 1.0, 64, 8, 3.0, 2, 2e-3, 1, 0, 16, 64, 8, 6, 1e-3, 16, 4, 16, 16, 4, 2,
+        small_layers=2, small_width=64, small_batch=8, small_seconds=1.0, small_lr=2e-3,
+    ),
 }  # fmt: skip
 
 
@@ -154,22 +168,40 @@ def train_target(
         schedule = warmup_cosine(size.lr, warmup=max(1, steps // 10), steps=steps)
         train(run, data, CrossEntropy(), steps=steps, schedule=schedule)
     del run
-    losses = [row["loss"] for row in log.history if "loss" in row]
     num_tokens = steps * data.tokens_per_step
-    if compiled:  # blocks that are compiled for training would be compiled again for every other use
-        trained, target = target, _fresh(spec, device, dtype)
-        target.load_state_dict(trained.state_dict())
-        del trained
-    target = inference(target, dtype)
-    found = perplexity(target, corpus.val.head(16 * size.context), context=size.context).value
-    print(
-        f"loss {losses[0]:.2f} -> {losses[-1]:.2f} on {num_tokens / 1e6:.1f}M tokens, perplexity {found:.1f}",
-        flush=True,
-    )
+    target, found = _finished(target, compiled, size, corpus, log, num_tokens)
     name = f"Llama shape {spec.num_layers}x{spec.d_model}, {spec.num_params() / 1e6:,.0f}M parameters, trained on "
     text = "Python" if prepared is not None or data_of == "python" else "English and Python"
     name += f"{num_tokens / 1e6:.1f}M tokens of {text} (validation perplexity {found:.0f}, {spec.vocab_size} tokens)"
     return target, corpus, name
+
+
+def train_small(size: Size, target: Decoder, corpus: Corpus) -> tuple[Decoder, int, float]:
+    """A small model of the target's corpus, its tokens and its perplexity."""
+    device, dtype = target.device, target.compute_dtype
+    compiled, log = size.compiled and device.type == "cuda", RunLog(None, quiet=True)
+    small = _fresh(size.small_spec(target.spec), device, dtype, compiled)
+    data = TokenData(corpus.train, context=size.context, batch=size.small_batch)
+    steps = train_for(_run(small, size.small_lr, log), data, size.small_lr, size.small_seconds, compiles=compiled)
+    num_tokens = steps * data.tokens_per_step
+    small, found = _finished(small, compiled, size, corpus, log, num_tokens)
+    return small, num_tokens, found
+
+
+def _finished(
+    model: Decoder, compiled: bool, size: Size, corpus: Corpus, log: RunLog, num_tokens: int
+) -> tuple[Decoder, float]:
+    """A trained model, ready for use, and its perplexity."""
+    losses, dtype = [row["loss"] for row in log.history if "loss" in row], model.compute_dtype
+    if compiled:  # blocks that are compiled for training would be compiled again for every other use
+        trained, model = model, _fresh(model.spec, model.device, dtype)
+        model.load_state_dict(trained.state_dict())
+        del trained
+    model = inference(model, dtype)
+    found = perplexity(model, corpus.val.head(16 * size.context), context=size.context).value
+    first, last = (losses[0], losses[-1]) if losses else (math.nan, math.nan)
+    print(f"loss {first:.2f} -> {last:.2f} on {num_tokens / 1e6:.1f}M tokens, perplexity {found:.1f}", flush=True)
+    return model, found
 
 
 def _fresh(spec: ModelSpec, device: torch.device, dtype: torch.dtype, compiled: bool = False) -> Decoder:

@@ -22,7 +22,7 @@ import torch
 from benchmarks import drafter_peers, drafter_speed, drafter_tables, drafter_watch, results
 from experiments import drafter, drafter_target
 from shoestring.errors import UserError
-from shoestring.model import Decoder, ModelSpec
+from shoestring.model import Decoder, ModelSpec, load_model
 from shoestring.model.parallel import init_weights
 from shoestring.serve import Engine, Output
 from shoestring.shrink.drafter_model import first_layers
@@ -30,7 +30,8 @@ from tiny import tiny_llama
 
 SHAPE = {"d_model": 32, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "d_ff": 64}
 TINY = drafter_target.Size(
-    SHAPE, 300, 0.8, 32, 4, 0.3, 1, 2e-3, 1, 0, 12, 32, 4, 2, 1e-3, 8, 3, 8, 6, 2, 1
+    SHAPE, 300, 0.8, 32, 4, 0.3, 1, 2e-3, 1, 0, 12, 32, 4, 2, 1e-3, 8, 3, 8, 6, 2, 1,
+    small_layers=2, small_width=64, small_batch=4, small_seconds=0.2, small_lr=2e-3,
 )  # fmt: skip
 
 
@@ -233,6 +234,24 @@ def test_a_reference_that_was_trained_is_kept(
     assert row.split(",")[0] in drafter.Seconds(tmp_path / "whole/seconds.json").known
 
 
+@pytest.mark.usefixtures("tiny_text")
+def test_a_drafter_that_begins_with_a_small_model_counts_its_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls = Calls(["DistillSpec:equal steps", "DistillSpec, pre-trained:equal steps"], tmp_path, monkeypatch, capsys)
+    plain, small = calls("kept", "--target-steps", "2")[0]
+    told = json.loads((tmp_path / "kept/small.json").read_text())
+    assert (plain["config"]["layers"], small["config"]["layers"], small["config"]["width"]) == (1, 2, 64)
+    assert small["config"]["small_tokens"] == told["tokens"] > 0 and "small_tokens" not in plain["config"]
+    spec, case = load_model(tmp_path / "kept/small").spec, next(c for c in drafter.CASES if c.small)
+    target = load_model(tmp_path / "kept/target").spec
+    flops = told["tokens"] * spec.flops_per_token(TINY.context) + 30 * drafter.step_flops(target, TINY, case)
+    assert small["config"]["teraflops"] == pytest.approx(flops / 1e12, rel=0.01)
+
+    monkeypatch.setattr(drafter, "train_small", None)  # it is kept
+    calls("kept", "--seed", "2")
+
+
 def test_more_steps_cost_what_the_largest_case_costs() -> None:
     spec, size = ModelSpec(4096, 512, 8, 8, 4, 64, 1536, 512), drafter_target.SIZES["medium"]
     args = SimpleNamespace(rows=[("DistillSpec", "more steps"), ("LK", "equal steps")], longer_steps=0)
@@ -262,11 +281,12 @@ def test_a_drafter_written_into_a_running_engine_is_measured_as_one_of_its_own(
         bench.measure(row)
         return row.told["quality"]
 
-    bench.engine, bench.served = None, None
+    bench.engine, bench.served = None, {}
     shared = [measured(model) for model in others]
-    assert bench.served.runner.num_graphs > 0  # type: ignore[attr-defined]
+    (served,) = bench.served.values()
+    assert served.runner.num_graphs > 0
     for model, found in zip(others, shared, strict=True):
-        bench.engine, bench.served = None, None
+        bench.engine, bench.served = None, {}
         assert measured(model) == found
     assert len({json.dumps(found) for found in shared}) == 3, "they differ"
 

@@ -3,7 +3,7 @@
 Run:     shoestring run shrink/drafter model=RUN                             prompts from the run's own corpus
          shoestring run shrink/drafter model=DIR prompts=my.jsonl layers=4   prompts of your task
          shoestring run shrink/drafter model=DIR prompts=FOLDER text=corpus  the corpus itself, without generated text
-         shoestring run shrink/drafter model=DIR prompts=P start=SMALL       begins with a small model of the same tokens
+         shoestring run shrink/drafter model=DIR prompts=P start=SMALL       from a small model of the same tokens
          shoestring run shrink/drafter model=DIR prompts=P d_model=256 vocab=8192 method=adaspec
          shoestring run shrink/drafter resume=RUN        continues after Ctrl-C or a crash
          shoestring generate MODEL "def main(" --drafter RUN --stats

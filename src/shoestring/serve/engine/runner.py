@@ -135,6 +135,11 @@ class Runner:
         reason = reason or unusable_experts(self.model)  # weights may change between requests
         return reason is None or fall_back(f"steps are not fused for {reason}")
 
+    @property
+    def in_one_kernel(self) -> bool:
+        """Whether a step of one row is one kernel (kernels/step/row_step.py); the first one tells."""
+        return self._fused is not None and self._fused.in_one_kernel
+
     def refresh(self) -> None:
         """Before a request's first step: notice changed weights. They may not change while a request runs."""
         weights = weights_id(self.model)
