@@ -18,7 +18,7 @@ ONE_KERNEL = "one kernel"  # plain steps of one request
 FEW_STEPS = 100
 NOTHING = "Not measured yet."
 TRAINED = ("DistillSpec", "LK", "AdaSPEC", "LK hybrid")  # the first that was served stands for trained drafters
-LOOKUP, UNTRAINED = "n-gram lookup", "first layers, untrained"
+LOOKUP, UNTRAINED, SMALL = "n-gram lookup", "first layers, untrained", "small model, not distilled"
 PLAIN, SELECTIVE = "DistillSpec", "AdaSPEC, 2.5x batch"
 BUDGETS = ("no training", "equal steps", "equal compute", LONGER)
 

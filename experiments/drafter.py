@@ -62,7 +62,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.drafter_tables import BENCH, BUDGETS, CUT, LONGER, batches, table
+from benchmarks.drafter_tables import BENCH, BUDGETS, CUT, LONGER, SMALL, batches, table
 from benchmarks.results import record, significant
 from experiments.drafter_target import (
     SIZES,
@@ -351,6 +351,19 @@ class Bench:
         """The target's first layers, or the small model that prepare_all left."""
         shape = DrafterShape(self.layers, None, start=str(self.folder / "small") if case.small else None)
         return shape.build(self.target)
+
+    def small_config(self, spec: ModelSpec) -> tuple[float, dict[str, Any]]:
+        """Operations of the small model's training, and what rows of drafters that began with it say of it."""
+        told = json.loads((self.folder / "small.json").read_text())
+        config = {"width": spec.d_model, "small_tokens": told["tokens"]}
+        config["small_perplexity"] = significant(told["perplexity"], 3)
+        return told["tokens"] * spec.flops_per_token(self.size.context), config
+
+    def keep_small(self) -> Row:
+        """The small model as it is."""
+        model = self.fresh_drafter(next(case for case in CASES if case.small))
+        flops, config = self.small_config(model.spec)
+        return self.keep(SMALL, "no training", model, **config, teraflops=significant(flops / 1e12, 3))
 
     def schedule(self, steps: int) -> Schedule:
         return Schedule(steps, self.size.draft_lr, max(1, steps // 20), save_last=False)
@@ -775,6 +788,8 @@ def run(bench: Bench, args: argparse.Namespace, limits: Limits) -> None:
         measure(lambda: bench.keep_stacked(longest))
         measure(lambda: bench.stacked_on_long_matches(longest))
     if untrained:
+        if bench.size.small_layers:
+            measure(bench.keep_small)
         measure(lambda: bench.keep("first layers, untrained", "no training", bench.fresh_drafter()))
 
 
@@ -814,10 +829,8 @@ def keep_planned(bench: Bench, planned: Planned, model: Decoder, done: int) -> R
     flops = done * step_flops(bench.target.spec, bench.size, planned.case)
     config: dict[str, Any] = {"steps": done}
     if planned.case.small:  # its own training counts
-        told = json.loads((bench.folder / "small.json").read_text())
-        flops += told["tokens"] * model.spec.flops_per_token(bench.size.context)
-        config |= {"width": model.spec.d_model, "small_tokens": told["tokens"]}
-        config["small_perplexity"] = significant(told["perplexity"], 3)
+        more, small = bench.small_config(model.spec)
+        flops, config = flops + more, config | small
     config["teraflops"] = significant(flops / 1e12, 3)
     if done == planned.steps:
         return bench.keep(planned.case.name, planned.budget, model, **config)

@@ -85,6 +85,7 @@ def test_prepared_trained_and_timed_by_three_calls(tmp_path: Path, monkeypatch: 
     assert budgets == {
         ("n-gram lookup", "no training"),
         ("first layers, untrained", "no training"),
+        ("small model, not distilled", "no training"),
         ("LK", "equal steps"),
         ("AdaSPEC", "equal steps"),
         ("AdaSPEC", "equal compute"),
@@ -100,7 +101,7 @@ def test_prepared_trained_and_timed_by_three_calls(tmp_path: Path, monkeypatch: 
     call(drafter_speed.main, "--repeats", "1", "--batches", "1", "2")
     lines = results.newest("drafter")
     timed = [n for n in lines if n["metric"] == "tokens_per_s" and n["config"]["budget"] != "batches"]
-    assert len(timed) == 9 and all(n["ratio"] > 0 and n["quality"]["sampled_ratio"] > 0 for n in timed)
+    assert len(timed) == 10 and all(n["ratio"] > 0 and n["quality"]["sampled_ratio"] > 0 for n in timed)
     many = [
         (n["config"]["batch"], n["config"]["drafter"], n["config"]["text"]) for n in lines if "batch" in n["config"]
     ]
