@@ -138,7 +138,7 @@ def test_prompts_are_masked(tmp_path: Path, tokenizer: Tokenizer) -> None:
 
 
 def test_bos_stands_before_documents_not_inside(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    with_bos = Tokenizer.from_file(_with_bos(tokenizer, tmp_path / "bos"))
+    with_bos = Tokenizer.from_file(_with_ends(tokenizer, tmp_path / "bos"))
     bos, eos = with_bos.bos_id, with_bos.eos_id
     file = tmp_path / "qa.jsonl"
     file.write_text('{"text": "fox"}\n{"prompt": "fox", "completion": "once"}')
@@ -147,9 +147,27 @@ def test_bos_stands_before_documents_not_inside(tmp_path: Path, tokenizer: Token
     assert corpus.train.tokens.tolist() == [bos, *fox, eos, bos, *fox, *once, eos]
 
 
-def _with_bos(tokenizer: Tokenizer, folder: Path) -> Path:
+def test_one_eos_stands_behind_a_document_of_a_tokenizer_that_adds_its_own(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    with_both = Tokenizer.from_file(_with_ends(tokenizer, tmp_path / "both", add_eos=True))
+    bos, eos = with_both.bos_id, with_both.eos_id
+    fox, once = tokenizer.encode("fox"), tokenizer.encode("once")
+    assert with_both.encode("fox") == [bos, *fox, eos]
+    file = tmp_path / "qa.jsonl"
+    rows = [{"text": "fox"}, {"prompt": "fox", "completion": "once"}, {"text": "once<|endoftext|>"}]
+    for given, want in (
+        (rows, [bos, *fox, eos, bos, *fox, *once, eos, bos, *once, eos, eos]),  # the last text has one of its own
+        (rows[::2], [bos, *fox, eos, bos, *once, eos, eos]),
+    ):
+        file.write_text("\n".join(map(json.dumps, given)))
+        corpus = tokenize_corpus(str(file), tmp_path / "cache", tokenizer=with_both, val_fraction=0)
+        assert corpus.train.tokens.tolist() == want
+
+
+def _with_ends(tokenizer: Tokenizer, folder: Path, add_eos: bool = False) -> Path:
     backend = type(tokenizer.backend).from_str(tokenizer.backend.to_str())
-    Tokenizer(backend, special=tokenizer.special, add_bos=True).save(folder)
+    Tokenizer(backend, special=tokenizer.special, add_bos=True, add_eos=add_eos).save(folder)
     return folder
 
 

@@ -37,7 +37,7 @@ from shoestring.paths import cache_folder
 from shoestring.runlog import OpenProgressBar, RunLog
 from shoestring.train.corpus import PYTHON, Document, Reading, SourceFile, list_files, read_files
 
-VERSION = 1  # of the files below; part of the key, so that older ones are not misread
+VERSION = 2  # of the files below; part of the key, so that older ones are not misread
 SPLITS = ("train", "val")
 TOKENIZER_TEXT = 10_000_000  # bytes of training documents that a new tokenizer is trained on
 MAX_WORD = 1000  # characters
@@ -225,22 +225,29 @@ def _tokenize(folder: Path, read: _Read, tokenizer: Tokenizer) -> None:
             "the tokenizer has no EOS token to put between documents; set eos_token in its tokenizer_config.json"
         )
     dtype = np.dtype("<u2") if tokenizer.vocab_size <= 65536 else np.dtype("<u4")
+    num_added = int(tokenizer.adds_eos)
+
+    def encode(texts: list[str]) -> list[list[int]]:
+        """Without the EOS of tokenizers that add one: a document gets one below, and a prompt none."""
+        return [ids[: len(ids) - num_added] for ids in tokenizer.encode_batch(texts)]
+
     reading = Reading()
     with contextlib.ExitStack() as stack:
         writers = {split: stack.enter_context(_SplitWriter(folder, split, dtype)) for split in SPLITS}
         bar = stack.enter_context(read.progress(read.num_bytes, "tokenise"))
         for batch in _batches(read.documents(reading)):
             has_prompts = any(d.prompt is not None for d in batch)
-            prompts = tokenizer.encode_batch([d.prompt or "" for d in batch]) if has_prompts else None
+            prompts = encode([d.prompt or "" for d in batch]) if has_prompts else None
             # Behind a prompt the text begins in the middle: nothing (no BOS) is added in front of it.
-            texts = tokenizer.encode_batch([d.text for d in batch], special=prompts is None)
+            whole = [d.text for d in batch]
+            texts = encode(whole) if prompts is None else tokenizer.encode_batch(whole, special=False)
             for i, document in enumerate(batch):
                 prompt: list[int] = []
                 text = texts[i]
                 if prompts is not None and document.prompt is not None:
                     prompt = prompts[i]
                 elif prompts is not None:
-                    text = tokenizer.encode(document.text)
+                    text = encode([document.text])[0]
                 split = "val" if in_validation(document, read.val_fraction) else "train"
                 writers[split].add(prompt, [*text, tokenizer.eos_id])
             bar.advance(sum(d.num_bytes for d in batch))
