@@ -80,13 +80,13 @@ def test_dense_weights_arrive_in_the_dtype_they_are_served_in(publishing: Publis
     pull = WeightPull(publishing.address, WeightTarget(served))
     assert pull.newest() is None  # nothing is published yet
     publishing.train(3)
-    version = pull.newest()
-    assert version is not None and (version.run, version.step) == ("my-run", 2)
+    found = pull.newest()
+    assert found is not None and (pull.run, found.step, found.turns) == ("my-run", 2, 0)
     publishing.train(1)
     values, version, num_bytes = pull.pull(4)
     want = {n: p.bfloat16() for n, p in publishing.run.model.named_parameters()}
     assert all(torch.equal(values[n][""], t) for n, t in want.items()) and values.keys() == want.keys()
-    assert version.step == 4 and len(version.digest) == 32
+    assert (version.run, version.step) == ("my-run", 4) and len(version.digest) == 32
     assert num_bytes == sum(t.nbytes for t in want.values())
     with pytest.raises(Gone):
         pull.pull(2)
@@ -191,7 +191,7 @@ def test_a_follower_that_stops_reading_or_dies_does_not_stop_training(publishing
     rows = [["embed.weight", [0, 0], [96, 64], {"dtype": "F32"}]] * 4000
     channel.send({"op": "get", "step": 2, "pieces": rows})  # 100 MB that are never read
     publishing.train(4)  # nothing of it waits for the follower, to which it is still being sent
-    assert [c.pulled for c in publishing.hook.server._channels] == [-1] and pull._ranks[0]._channel is channel
+    assert [c.pulled for c in publishing.hook.server._channels] == [""] and pull._ranks[0]._channel is channel
     other = WeightPull(publishing.address, WeightTarget(random_model(QWEN2)))
     assert other.pull(6)[1].step == 6
     other.close()
@@ -287,6 +287,36 @@ def test_changes_are_counted_from_what_a_follower_has_also_after_a_run_went_back
     publishing.hook.server.close()
 
 
+def test_a_run_that_goes_back_publishes_what_it_goes_on_from(publishing: Publishing) -> None:
+    pull = WeightPull(publishing.address, WeightTarget(random_model(QWEN2, 1)))
+    hook, run = publishing.hook, publishing.run
+    publishing.train(4)
+    discarded = pull.newest()
+    assert discarded is not None and discarded.place == (0, 4)
+    wrong = pull.pull(4)[1]
+    hook.before_step(run)  # not gone back: nothing is published
+    assert pull.newest(other_than=discarded) == discarded
+    run.step = 3
+    with torch.no_grad():
+        for p in run.model.parameters():
+            p.mul_(0.5)
+    hook.before_step(run)
+    hook.wait()
+    found = pull.newest(other_than=discarded, seconds=60.0)
+    assert found is not None and found.place == (1, 3) > discarded.place
+    values, _, _ = pull.pull(3)
+    assert all(torch.equal(values[n][""], p) for n, p in run.model.named_parameters())
+    publishing.train(1)  # to step 4 again, which a follower that has seen the other step 4 alone is told of
+    again = pull.newest(other_than=discarded, seconds=60.0)
+    assert again is not None and again.place == (1, 4)
+    assert not hook.server.wait_until_pulled(0.0)  # although this follower has once pulled a step 4
+    assert pull.pull(4)[1].digest != wrong.digest
+    assert hook.server.wait_until_pulled(600.0)
+    hook.before_step(run)
+    assert pull.newest() == again
+    pull.close()
+
+
 def test_the_last_step_is_published_also_where_the_one_before_is_still_read(
     publishing: Publishing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -301,9 +331,9 @@ def test_the_last_step_is_published_also_where_the_one_before_is_still_read(
     hook.after_step(run)
     hook.wait()
     pull = WeightPull(publishing.address, WeightTarget(random_model(QWEN2, 1)))
-    version = pull.newest()
+    found = pull.newest()
     pull.close()
-    assert version is not None and version.step == 5
+    assert found is not None and found.step == 5
     assert [row["step"] for row in run.log.history] == [2, 5]
 
 

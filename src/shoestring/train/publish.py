@@ -86,14 +86,24 @@ class Publish(PublishNothing):
         self.server.endpoints = _all_endpoints(mesh, self.server.address)
         self._digesting: threading.Thread | None = None
         self._buffers: list[HostBuffers[str]] = []
+        self._offered = -1  # the step that was published last
+        self._turns = 0
+
+    def before_step(self, run: Run) -> None:
+        """Where the run has gone back, what it goes on from is published at once: a server must not keep the weights
+        of a step that was discarded."""
+        if run.step < self._offered:
+            self._turns += 1
+            self._offered = run.step
+            self.publish(run, waits=True)
 
     def after_step(self, run: Run) -> None:
         if run.step % self.every == 0 or run.step == self.last:
-            self.publish(run)
+            self.publish(run, waits=run.step == self.last)  # no other one follows that could be published instead
 
-    def publish(self, run: Run) -> None:
-        """Copy now, publish as soon as the copy has a digest."""
-        if run.step == self.last:  # no other step follows that could be published instead
+    def publish(self, run: Run, *, waits: bool = False) -> None:
+        """Copy now, publish as soon as the copy has a digest. `waits` for room rather than leave this step out."""
+        if waits:
             self._wait_for_room(LAST_S)
         busy = self._digesting is not None and self._digesting.is_alive()
         buffers = None if busy else self._free_buffers()
@@ -109,7 +119,8 @@ class Publish(PublishNothing):
             torch.cuda.synchronize()
         layers = {n: layer for n, layer in self._layers.items() if n in held}
         shapes = {n: tuple(t.shape) for n, t in self._tensors.items()}
-        snapshot = WeightsSnapshot(run.step, held, shapes, layers, self.mesh.device)
+        snapshot = WeightsSnapshot(run.step, held, shapes, layers, self.mesh.device, self._turns)
+        self._offered = run.step
         buffers.used_by = weakref.ref(snapshot)
         run.log.log(run.step, publish_s=time.perf_counter() - began)
         self._digesting = threading.Thread(target=self._finish, args=(snapshot,), name="publish-digest", daemon=True)
@@ -183,6 +194,7 @@ class WeightsSnapshot:
     shapes: Mapping[str, tuple[int, ...]]
     layers: Mapping[str, FormatHost]
     device: torch.device
+    turns: int = 0
     digest: str = ""
 
     def __post_init__(self) -> None:

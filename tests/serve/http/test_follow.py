@@ -78,6 +78,12 @@ class Trainer:
         self.naming.__enter__()
         self.run = Run(self.model, torch.optim.SGD(self.model.parameters()), mesh, RunLog(tmp_path / "run"))
 
+    def go_back(self, step: int) -> None:
+        """As rollback=auto does, up to the next gradient."""
+        self.model.load_state_dict(weights_of(step).state_dict())
+        self.run.step = step
+        self.hook.before_step(self.run)
+
     def publish(self, step: int) -> None:
         self.model.load_state_dict(weights_of(step).state_dict())
         self.run.step = step
@@ -135,6 +141,11 @@ def test_versions_are_taken_over_and_shown(trainer: Trainer, caplog: pytest.LogC
         trainer.publish(1)
         wait_for(lambda: service.followers[0]._refused is not None)
         assert step_of(service) == 2 and complete(service, 12)["text"] == expected(2, 12)
+        # Not so where the run itself has gone back: the weights of step 2 were discarded.
+        trainer.publish(2)
+        trainer.go_back(1)
+        wait_for(lambda: step_of(service) == 1)
+        assert complete(service, 12)["text"] == expected(1, 12)
         # A publisher that goes away, and another one in its place.
         trainer.hook.server.close()
         again = Trainer(Path(trainer.run.log.folder).parent / "again", trainer.address)

@@ -20,7 +20,7 @@ from shoestring.errors import UserError
 from shoestring.serve.engine.weight_update import Values, WantedWeight, WeightTarget
 from shoestring.state.boxes import Box
 from shoestring.state.files import DTYPE_NAMES
-from shoestring.state.reshard.exchange import Catalogue, Gone, Publisher, WantedPiece
+from shoestring.state.reshard.exchange import Catalogue, Gone, Offered, Publisher, WantedPiece
 from shoestring.state.reshard.layouts import BoxLayout
 from shoestring.state.reshard.plan import make_plan
 from shoestring.state.reshard.tasks import MovedTensor
@@ -51,22 +51,22 @@ class WeightPull:
             self.close()
             raise
 
-    def newest(self, other_than: int = -1, seconds: float = 0.0) -> WeightsVersion | None:
-        """What the publisher offers now; waits up to `seconds` for another step. None: nothing yet."""
-        found = self._ranks[0].newest(other_than, seconds)
-        return None if found is None else WeightsVersion(self.run, found[0])
+    def newest(self, other_than: Offered | None = None, seconds: float = 0.0) -> Offered | None:
+        """What the publisher's first rank offers now; waits up to `seconds` for something else. None: nothing yet."""
+        return self._ranks[0].newest(other_than, seconds)
 
     def pull(self, step: int) -> tuple[dict[str, dict[str, Tensor]], WeightsVersion, int]:
         """All values of that step, its full version, and the number of bytes; the next pull may write where these
         values are. `Gone` where a newer step replaced it."""
         digests: list[str] = []
+        first = self._ranks[0].newest()
         for rank in self._ranks:
             found = rank.newest()
-            if found is not None and found[0] < step:
-                found = rank.newest(other_than=found[0], seconds=60.0)  # this rank is a moment behind
-            if found is None or found[0] != step:
+            if found is not None and first is not None and found.place < first.place:
+                found = rank.newest(other_than=found, seconds=60.0)  # this rank is a moment behind
+            if first is None or found is None or first.step != step or found.place != first.place:
                 raise Gone(f"step {step} has been replaced")
-            digests.append(found[1])
+            digests.append(found.digest)
         values = self._room()
         have, held = ([""] * len(digests), None) if self._last is None else self._last
         region = None if held is None else partial(self._region, held)

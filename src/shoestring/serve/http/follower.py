@@ -15,7 +15,7 @@ from shoestring.errors import UserError
 from shoestring.serve.engine.weight_pull import WeightPull
 from shoestring.serve.engine.weight_update import WeightTarget
 from shoestring.serve.http.engine_thread import EngineThread
-from shoestring.state.reshard.exchange import Gone
+from shoestring.state.reshard.exchange import Gone, Offered
 from shoestring.state.reshard.version import WeightsVersion
 
 RETRY_S = 2.0
@@ -32,6 +32,7 @@ class WeightFollower:
         now."""
         self.address, self.target, self.engine_thread, self.older = address, target, engine_thread, older
         self.version: WeightsVersion | None = None
+        self._turns = 0  # of that version
         self._refused: WeightsVersion | None = None
         self._said = ""
         self._stopping = threading.Event()
@@ -71,27 +72,29 @@ class WeightFollower:
             log.info("%s", line)
 
     def _follow(self, pull: WeightPull) -> None:
-        seen = -1
+        seen: Offered | None = None
         while not self._stopping.is_set():
-            found = pull.newest(other_than=seen, seconds=WAIT_S if seen >= 0 else 0.0)
-            if found is None or found.step == seen:
+            found = pull.newest(other_than=seen, seconds=0.0 if seen is None else WAIT_S)
+            if found is None or found == seen:
                 if found is None:
                     self._stopping.wait(0.5)
                 continue
-            seen = found.step
-            if self.version is not None and found.step <= self.version.step and not self.older:
-                if (found.run, found.step) != (self.version.run, self.version.step) and found != self._refused:
-                    self._refused = found
+            seen, served, version = found, self.version, WeightsVersion(pull.run, found.step)
+            went_back = served is not None and served.run == version.run and found.turns > self._turns
+            if served is not None and version.step <= served.step and not (self.older or went_back):
+                if (version.run, version.step) != (served.run, served.step) and version != self._refused:
+                    self._refused = version
                     log.warning(
                         "%s is not taken: %s is served, which is as new or newer; --follow-older takes it",
-                        found,
-                        self.version,
+                        version,
+                        served,
                     )
                 continue
             try:
                 self._take(pull, found.step)
+                self._turns = found.turns
             except Gone:
-                seen = -1  # a newer one is there
+                seen = None  # a newer one is there
 
     def _take(self, pull: WeightPull, step: int) -> None:
         began = time.monotonic()

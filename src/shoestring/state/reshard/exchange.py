@@ -43,7 +43,7 @@ from shoestring.state.reshard.layouts import Layout
 from shoestring.state.reshard.plan import layout_from_json, layout_to_json
 
 KEY = "SHOESTRING_PUBLISH_KEY"
-PROTOCOL = 2
+PROTOCOL = 3
 MOST_HEADER = 1 << 26  # bytes of a JSON object
 MOST_FOLLOWERS = 64
 BUCKET = 64 << 20
@@ -65,7 +65,7 @@ class Channel:
 
     def __init__(self, sock: socket.socket, peer: str) -> None:
         self.sock, self.peer = sock, peer
-        self.pulled = -1  # the step that this follower has pulled last
+        self.pulled = ""  # the digest of what this follower has pulled last
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, header: Mapping[str, Any], payload: Sequence[Tensor] = ()) -> None:
@@ -142,6 +142,7 @@ class Snapshot(Protocol):
 
     step: int
     digest: str
+    turns: int  # how often the run had gone back (Offered)
 
     def parts(self, name: str, box: Box, form: Mapping[str, Any]) -> dict[str, Tensor]:
         """The elements of `box`, in the form that a follower asked for: {"": tensor}, or the parts of a Format."""
@@ -219,7 +220,7 @@ class SnapshotServer:
         """Whether every follower has pulled the newest snapshot by then."""
         with self._changed:
             return self._changed.wait_for(
-                lambda: self._snapshot is None or all(c.pulled == self._snapshot.step for c in self._channels),
+                lambda: self._snapshot is None or all(c.pulled == self._snapshot.digest for c in self._channels),
                 timeout=seconds,
             )
 
@@ -273,8 +274,11 @@ class SnapshotServer:
     def _answer(self, channel: Channel, request: Fields) -> None:
         op = request.text("op")
         if op == "wait":
-            snapshot = self._wait(request.whole("other_than", -1, least=-1), request.number("seconds", 0.0, least=0))
-            found = None if snapshot is None else {"step": snapshot.step, "digest": snapshot.digest}
+            other_than = request.whole("step", -1, least=-1), request.whole("turns", 0, least=0)
+            snapshot = self._wait(other_than, request.number("seconds", 0.0, least=0))
+            found = None
+            if snapshot is not None:
+                found = {"step": snapshot.step, "digest": snapshot.digest, "turns": snapshot.turns}
             channel.send({"newest": found})
             return
         if op != "get":
@@ -295,16 +299,18 @@ class SnapshotServer:
             return
         channel.send({"done": True})
         with self._changed:
-            channel.pulled = step
+            channel.pulled = snapshot.digest
             self._changed.notify_all()
 
-    def _wait(self, other_than: int, seconds: float) -> Snapshot | None:
-        """The newest snapshot, once it is not that of the step `other_than`."""
+    def _wait(self, other_than: tuple[int, int], seconds: float) -> Snapshot | None:
+        """The newest snapshot, once it is not that of these steps and turns."""
+
+        def is_other() -> bool:
+            newest = self._snapshot
+            return self._closed or (newest is not None and (newest.step, newest.turns) != other_than)
+
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._closed or (self._snapshot is not None and self._snapshot.step != other_than),
-                timeout=min(seconds, 60.0),
-            )
+            self._changed.wait_for(is_other, timeout=min(seconds, 60.0))
             return self._snapshot
 
 
@@ -372,6 +378,21 @@ class WantedPiece:
     form: Mapping[str, Any]
 
 
+@dataclass(frozen=True)
+class Offered:
+    """A snapshot of one rank. A run that goes back (train/rollback.py) discards steps and publishes others of the same
+    numbers: what it offers after more turns is newer, whatever its step."""
+
+    step: int
+    digest: str
+    turns: int
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """In the order of what the run publishes; the same on all of its ranks."""
+        return self.turns, self.step
+
+
 class Publisher:
     """A follower's end: one rank of a publishing run."""
 
@@ -395,14 +416,15 @@ class Publisher:
             self.close()
             raise
 
-    def newest(self, other_than: int = -1, seconds: float = 0.0) -> tuple[int, str] | None:
-        """(step, digest of this rank's shards) of the newest snapshot; waits for another than the given step."""
-        self._channel.send({"op": "wait", "other_than": other_than, "seconds": seconds})
+    def newest(self, other_than: Offered | None = None, seconds: float = 0.0) -> Offered | None:
+        """The newest snapshot of this rank; waits up to `seconds` for another than the given one."""
+        known = {} if other_than is None else {"step": other_than.step, "turns": other_than.turns}
+        self._channel.send({"op": "wait", "seconds": seconds, **known})
         found = self._channel.receive().get("newest")
         if found is None:
             return None
         fields = Fields(found, self._channel.peer)
-        return fields.whole("step", least=0), fields.text("digest")
+        return Offered(fields.whole("step", least=0), fields.text("digest"), fields.whole("turns", least=0))
 
     def pull(
         self,
