@@ -20,6 +20,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -38,7 +39,7 @@ from shoestring.state.checkpoint_files import MANIFEST, NEW, hidden, sweep
 from shoestring.state.levels.drain import HOSTS
 from shoestring.state.levels.host_folder import ArenaCopy, list_copies, memory_places
 from shoestring.state.levels.retention import Keep, prune_steps
-from shoestring.state.levels.snapshot import local_tensor
+from shoestring.state.levels.snapshot import forget_newer, local_tensor
 from shoestring.state.manifest import Manifest, decode_value, encode_value
 from shoestring.state.optimizer import forget_absent, init_state, load_optimizer_state, optimizer_state
 from shoestring.state.reshard.reads import plan_reads
@@ -550,8 +551,9 @@ class Checkpointer:
         return path
 
     def discard(self, run: RunLike, step: int) -> None:
-        """Set aside the checkpoints of this step and later ones."""
+        """Set aside the checkpoints of this step and later ones; erase such copies in memory."""
         on_main(run.mesh, set_aside_from, self.folder, step)
+        self._forget_newer(run, step - 1)
         self.saved_step = None
 
     def resume(self, run: RunLike, parts: dict[str, Any]) -> bool:
@@ -570,9 +572,16 @@ class Checkpointer:
         self._load(paths[-2], run, parts)
         self.resume_from = "newest"  # for a later rollback
         kept = on_main(run.mesh, set_aside, paths[-1])
+        self._forget_newer(run, run.step)
         if run.log is not None:
             run.log.say(f"the newer checkpoint {paths[-1].name} is set aside as {kept}")
         return True
+
+    def _forget_newer(self, run: RunLike, step: int) -> None:
+        """Copies in memory that an earlier life with checkpoint=auto has left, and that this one does not go on from:
+        they would be in the way of a later rollback, and be taken for the newest version."""
+        for place in memory_places(self.folder):
+            agree(run.mesh, partial(forget_newer, place, step))
 
     def _in_memory(self) -> ArenaCopy | None:
         """The newest copy in memory, which a run with checkpoint=auto has left here, where it is newer than the disk's

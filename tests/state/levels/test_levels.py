@@ -281,6 +281,24 @@ def test_a_newer_version_in_memory_is_not_left_behind_by_fixed_checkpoints(tmp_p
 
 
 @pytest.mark.usefixtures("no_agent")
+def test_fixed_checkpoints_that_go_back_leave_no_newer_version_in_memory(tmp_path: Path) -> None:
+    folder, checkpoints = tmp_path / "run", tmp_path / "run" / "checkpoints"
+    begin(folder, 7).let_go()
+    run, parts = make_run()
+    run.step = 5
+    Checkpointer(checkpoints, every=0).save(run, parts)
+    newest = [c for c in list_copies(host_folder(folder))[0] if c.copy.step == 7]
+    with ThreadPoolExecutor(1) as pool:
+        drain(newest, target_of(newest, checkpoints, host_name()), pool)
+    fixed = Checkpointer(checkpoints, every=0, resume_from="previous")
+    assert fixed.resume(run, parts) and run.step == 5
+    # A NaN soon after: to the same version again. Nor does a later process find what was left.
+    fixed.discard(run, 6)
+    assert fixed.resume(run, parts) and run.step == 5
+    assert resumed(folder)[0].step == 5
+
+
+@pytest.mark.usefixtures("no_agent")
 def test_a_run_in_memory_is_not_cut_to_fewer_steps_than_it_has_done(tmp_path: Path) -> None:
     begin(tmp_path / "run", 7).let_go()
     with pytest.raises(UserError, match=r"to end at step 6 and has done 7: give 7 steps or more"):

@@ -91,7 +91,7 @@ from shoestring.state.levels.restore import (
 )
 from shoestring.state.levels.retention import Keep, prune_steps
 from shoestring.state.levels.settings import CheckpointConfig
-from shoestring.state.levels.snapshot import MemoryLevel, hold_alive, is_held, lay_out, local_tensor
+from shoestring.state.levels.snapshot import MemoryLevel, forget_newer, hold_alive, is_held, lay_out, local_tensor
 from shoestring.state.levels.version import LIFE, HeldBox, HeldCopy, dump_index, missing_of, sum_of_names
 from shoestring.state.levels.xor_sets import XorRound, rebuild_lost, xor_sets
 
@@ -478,14 +478,8 @@ class LevelCheckpointer:
             self.memory.safe_slot = found[0].slot if found else None
 
     def _forget_newer(self, place: Path, run: RunLike, step: int) -> None:
-        """Versions in memory of a future that this run did not resume from."""
-        if not self._is_first_of_host(run.mesh):
-            return
-        for path in arena_files(place):
-            level = MemoryLevel(path, torch.device("cpu"), threads=1)
-            if level.open_existing():
-                level.forget(step)
-            level.close()
+        if self._is_first_of_host(run.mesh):
+            forget_newer(place, step)
 
     # -- the meeting of the ranks ----------------------------------------------------------------------------
 

@@ -27,9 +27,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoestring.errors import UserError
 from shoestring.host.arena import Arena
 from shoestring.host.checksums import CHUNK_BYTES, checksums
-from shoestring.state.levels.host_folder import ArenaCopy
+from shoestring.state.levels.host_folder import ArenaCopy, arena_files
 from shoestring.state.levels.version import HeldBox, HeldCopy, dump_index, parse_index
 
 ALIGN = 256  # bytes between which boxes begin
@@ -47,6 +48,18 @@ def lay_out(boxes: Sequence[HeldBox]) -> tuple[HeldBox, ...]:
         placed.append(replace(held, offset=at))
         at += -(-held.num_bytes // ALIGN) * ALIGN
     return tuple(placed)
+
+
+def forget_newer(place: Path, step: int) -> None:
+    """Erase the versions in memory of a future that the run did not resume from; several processes may do it at
+    once."""
+    for path in arena_files(place):
+        with contextlib.suppress(UserError):  # one that nobody can open holds no version
+            arena = Arena.open(path)
+            for version in arena.versions():
+                if version.step > step:
+                    arena.erase(version.slot)
+            arena.close()
 
 
 @dataclass
@@ -88,8 +101,6 @@ class MemoryLevel:
         """Use the arena of an earlier life of this rank; False where there is none that fits."""
         if not self.path.exists():
             return False
-        from shoestring.errors import UserError
-
         try:
             self.arena = Arena.open(self.path)
         except UserError:
@@ -316,13 +327,6 @@ class MemoryLevel:
             began = time.perf_counter()
             wait([self._pending.done])
             self.stall_s += time.perf_counter() - began
-
-    def forget(self, newer_than: int) -> None:
-        """Erase versions of a future that the run did not resume from."""
-        if self.arena is not None:
-            for version in self.arena.versions():
-                if version.step > newer_than:
-                    self.arena.erase(version.slot)
 
     # -- the end ---------------------------------------------------------------------------------------------
 
