@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -146,5 +147,9 @@ def test_failures_are_counted_by_the_level_that_answered(tmp_path: Path) -> None
     assert len(events) == 5 and (rates["memory"].events, rates["disk"].events) == (1, 1)
     assert rates["memory"].observed_s == pytest.approx(9000.0 + 1.0)
     append_event(tmp_path / "events.jsonl", Event("started", 0.0, 0, "a"))  # not a folder: the run goes on without it
+    whole = (tmp_path / "events.jsonl").read_bytes()
+    (tmp_path / "events.jsonl").write_bytes(whole + json.dumps(asdict(events[4])).encode())  # no new line behind it
+    append_event(tmp_path, Event("finished", 10001.0, 31, "d"))
+    assert [event.kind for event in read_events(tmp_path)[5:]] == ["resumed", "finished"]
     assert level_of("peer memory and memory") == "peer" and level_of(None) == "disk"
     assert Keep(2, 10, 1).kept([5, 10, 15, 20, 25], {5: 3.0, 14: 1.0, 24: 2.0}) == {10, 15, 20, 25}

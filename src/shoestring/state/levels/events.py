@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from shoestring.runlog import read_jsonl
+from shoestring.runlog import append_jsonl, read_jsonl
 from shoestring.state.levels.policy import LEVELS, Rate, prior_rates
 
 EVENTS = "events.jsonl"
@@ -43,15 +41,9 @@ def read_events(folder: Path) -> list[Event]:
 
 def append_event(folder: Path, event: Event) -> None:
     """Where it can be written: a run whose disk is full goes on from memory."""
-    path = folder / EVENTS
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-        written = path.read_bytes() if path.exists() else b""
-        whole = written.rfind(b"\n") + 1
-        if whole < len(written):  # half a line, of a disk that was full: with this one behind it no line would be valid
-            os.truncate(path, whole)
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(event)) + "\n")
+        append_jsonl(folder / EVENTS, asdict(event))
 
 
 def level_of(source: str | None) -> str:
