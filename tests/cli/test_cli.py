@@ -829,6 +829,43 @@ run_cli(["serve", {str(model_folder)!r}, "--port", "0"])
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
 
 
+@pytest.mark.parametrize(
+    "verb",
+    [
+        "generate {model} the",
+        "chat {model}",
+        "eval {model} --speed",
+        "inspect {model}",
+        "export {model} out",
+        "push {model} org/name --dry-run",
+        "bench serve {model}",
+        "run shrink/rtn model={model}",
+    ],
+)
+def test_ctrl_c_ends_a_command_that_imports(model_folder: Path, tmp_path: Path, verb: str) -> None:
+    program = f"""
+import os, signal, sys, time
+from shoestring.cli.app import run_cli
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # tests may run in the background of a script
+
+class Swallows:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(30)
+            except BaseException:
+                print("swallowed", flush=True)
+
+sys.meta_path.insert(0, Swallows())
+run_cli({verb.format(model=model_folder).split()!r})
+"""
+    argv = [sys.executable, "-c", program]
+    done = subprocess.run(argv, timeout=60, capture_output=True, text=True, cwd=tmp_path, stdin=subprocess.DEVNULL)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+
+
 def test_letters_that_the_terminal_does_not_have(model_folder: Path) -> None:
     argv = [sys.executable, "-m", "shoestring", "generate", str(model_folder), "caf\u00e9 \u65e5", "--max-tokens", "1"]
     given = {**os.environ, "PYTHONIOENCODING": "latin-1", "PYTHONUTF8": "1"}  # arguments are UTF-8, the output is not

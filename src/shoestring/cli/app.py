@@ -239,8 +239,9 @@ def generate(
 ) -> None:
     """Continue a text and stream it to the terminal. Under torchrun the model is split over the processes."""
     find_model(model)  # before anything heavy is imported
-    from shoestring.evals.model_row import need_tokenizer
-    from shoestring.serve.engine.logit_rules import LogitRules, SamplingWithRules
+    with ended_by_ctrl_c():
+        from shoestring.evals.model_row import need_tokenizer
+        from shoestring.serve.engine.logit_rules import LogitRules, SamplingWithRules
 
     rules = LogitRules(presence=presence_penalty, frequency=frequency_penalty, repetition=repetition_penalty)
     sampling = SamplingWithRules(temperature, top_k, top_p, min_p, seed, max_tokens, tuple(stop or ()), rules=rules)
@@ -282,9 +283,10 @@ def chat(
 ) -> None:
     """Talk to a chat model, with its own chat template. Reads one message per line, from a pipe too."""
     find_model(model)
-    from shoestring.evals.model_row import need_tokenizer
-    from shoestring.model.chat import fault
-    from shoestring.serve.engine.logit_rules import LogitRules, SamplingWithRules
+    with ended_by_ctrl_c():
+        from shoestring.evals.model_row import need_tokenizer
+        from shoestring.model.chat import fault
+        from shoestring.serve.engine.logit_rules import LogitRules, SamplingWithRules
 
     rules = LogitRules(presence=presence_penalty, frequency=frequency_penalty, repetition=repetition_penalty)
     sampling = SamplingWithRules(temperature, top_k, top_p, min_p, seed, max_tokens, tuple(stop or ()), rules=rules)
@@ -457,11 +459,12 @@ def evaluate(
 ) -> None:
     """Perplexity, task accuracy and speed; results of a run are kept in its evals.jsonl."""
     find_model(model)
-    from shoestring.evals.model_row import evaluate_row, is_run, measure_task, text_tokens
-    from shoestring.evals.perplexity import usual_context
-    from shoestring.evals.tasks import read_task
-    from shoestring.report import eval_table
-    from shoestring.runlog import RunLog
+    with ended_by_ctrl_c():
+        from shoestring.evals.model_row import evaluate_row, is_run, measure_task, text_tokens
+        from shoestring.evals.perplexity import usual_context
+        from shoestring.evals.tasks import read_task
+        from shoestring.report import eval_table
+        from shoestring.runlog import RunLog
 
     if limit is not None and not tasks:
         raise UserError(
@@ -507,7 +510,8 @@ def inspect(
     if not path or not Path(path).exists():  # before anything heavy is imported
         kinds = "a run, a model folder, a checkpoint folder, a .safetensors file or a .gguf file"
         raise UserError(f"{path or 'the empty path'} does not exist; give {kinds}")
-    from shoestring.cli.inspect import errors_table, summarize, verified_table
+    with ended_by_ctrl_c():
+        from shoestring.cli.inspect import errors_table, summarize, verified_table
 
     tables = summarize(Path(path), each_layer=layers)
     if against is not None:
@@ -549,13 +553,14 @@ def export(
 ) -> None:
     """Write a model that others load: dense weights, integers for vLLM and transformers, or GGUF for llama.cpp."""
     find_model(model)
-    from shoestring.cli.inspect import written_table
-    from shoestring.device import pick_dtype
-    from shoestring.evals import certificate
-    from shoestring.evals.model_row import megabytes_on_disk
-    from shoestring.json_files import read_text
-    from shoestring.model.export import export_model, pick_layout
-    from shoestring.runlog import check_free
+    with ended_by_ctrl_c():
+        from shoestring.cli.inspect import written_table
+        from shoestring.device import pick_dtype
+        from shoestring.evals import certificate
+        from shoestring.evals.model_row import megabytes_on_disk
+        from shoestring.json_files import read_text
+        from shoestring.model.export import export_model, pick_layout
+        from shoestring.runlog import check_free
 
     check_free(out)
     if text is not None and not certify:
@@ -586,8 +591,9 @@ def push(
     ] = False,
 ) -> None:
     """Upload a finished model to the Hugging Face hub, with a model card made from its run."""
-    from shoestring.cli.push import described
-    from shoestring.cli.push import push as push_model
+    with ended_by_ctrl_c():
+        from shoestring.cli.push import described
+        from shoestring.cli.push import push as push_model
 
     pushed = push_model(run, repo, private=private, dry_run=dry_run, message=message)
     if dry_run:
@@ -642,7 +648,8 @@ def bench_serve(
     ] = None,
 ) -> None:
     """Send requests at a rate or from a trace; report latency percentiles, throughput and goodput under an SLO."""
-    from shoestring.evals.server_load import Slo, at_url, check_save, from_trace, poisson, run_load
+    with ended_by_ctrl_c():
+        from shoestring.evals.server_load import Slo, at_url, check_save, from_trace, poisson, run_load
 
     if trace is not None:
         plan = from_trace(trace, seconds, rate=rate)
@@ -691,7 +698,8 @@ def _run_recipe(name: str, overrides: list[str], settings: Path | None = None) -
         if name in builtin_recipes():
             for model in filter(None, (i.removeprefix("model=") for i in overrides if i.startswith("model="))):
                 find_model(model)  # before the recipe's imports, which take seconds
-        recipe = load_recipe(name)
+        with ended_by_ctrl_c():
+            recipe = load_recipe(name)
         config = resolve_config(recipe, overrides)
     except UserError:
         if _rank() > 0:  # every rank reads the same command; one of them answers
