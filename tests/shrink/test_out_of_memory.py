@@ -17,7 +17,7 @@ from shoestring.recipes.shrink import ptq
 from shoestring.recipes.train import sparse24_sste
 from shoestring.runlog import read_jsonl
 from shoestring.shrink import block_files, blockwise, drafter_stages, prune24_stages, qat, quantize
-from shoestring.train import cakld
+from shoestring.train import cakld, data
 
 GPU = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.72 GiB"
 HOST = (
@@ -194,6 +194,40 @@ def test_a_run_that_chose_its_own_folder_is_named(
     assert f"resume={folder.relative_to(own_home)} goes on" in line
     assert run_cli(["run", recipe, f"resume={folder}"]) == 0
     assert (folder / "report.html").is_file()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "argv"),
+    [
+        ("train/dense", DENSE),
+        ("shrink/bitdistiller", [*LOWBIT, "format=int2:g32", "device=cpu"]),
+        ("shrink/prune24", [*PTQ[:-1], "data=corpus.jsonl", "context=32", "batch=4", "steps=2", "device=cpu"]),
+        ("shrink/drafter", DRAFTER),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_pass_that_cannot_fit_is_refused_before_the_work(
+    recipe: str, argv: list[str], own_home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where host memory runs out the system kills the process: nothing could be said then."""
+    monkeypatch.setattr(data, "free_bytes", lambda device: 2000)
+    assert run_cli(["run", recipe, *argv]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "in one pass need" in err and "make micro, batch or context smaller" in err
+    assert not (own_home / "runs").exists()
+
+
+def test_the_least_that_a_pass_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "free_bytes", lambda device: 64_000_000)
+    cpu, width = torch.device("cpu"), 4 * 100
+    data.check_pass(40, 1000, width, cpu, torch.float32)  # 1,600 bytes a token, 1,600,000 a row
+    said = r"41 rows of context=1000 in one pass need 0\.1 GB .* enough for 40 rows: make"
+    with pytest.raises(UserError, match=said):
+        data.check_pass(41, 1000, width, cpu, torch.float32)
+    data.check_pass(80, 1000, width, cpu, torch.bfloat16)
+    monkeypatch.undo()
+    with pytest.raises(UserError, match=r"1,000,000 rows of context=2048 in one pass need 141,557\.8 GB .* has "):
+        data.check_pass(1_000_000, 2048, 30 * 576, cpu, torch.float32)  # on any machine
 
 
 @pytest.mark.parametrize(

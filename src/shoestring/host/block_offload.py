@@ -22,11 +22,11 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor, nn
 
 from shoestring.errors import UserError
+from shoestring.host.arena import available_memory
 
 
 @dataclass(frozen=True)
@@ -123,4 +123,4 @@ def fits_on_device(num_params: int, device: torch.device, dtype: torch.dtype) ->
 def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    return int(psutil.virtual_memory().available)
+    return available_memory()

@@ -43,7 +43,7 @@ from shoestring.shrink.drafter_objectives import DraftDistill, pick_loss
 from shoestring.shrink.self_text import generate_text
 from shoestring.shrink.shrink_run import check_start
 from shoestring.state.checkpoint import ResumeFrom
-from shoestring.train.data import TokenData, rows_per_pass
+from shoestring.train.data import TokenData, check_pass, rows_per_pass
 from shoestring.train.shards import Corpus, tokenize_corpus
 from shoestring.train.teacher_cache import ScalarCache, TeacherCache
 
@@ -141,7 +141,8 @@ def check(cfg: DrafterSettings) -> None:
 def check_shape(cfg: DrafterSettings, loaded: LoadedModel) -> None:
     """Checks against the model, before hours of text are generated."""
     cfg.shape.check(loaded, cfg.context)
-    rows_per_pass(cfg.batch, cfg.micro)
+    rows = rows_per_pass(cfg.batch, cfg.micro)
+    check_pass(rows, cfg.context, loaded.spec.d_model, loaded.model.device, loaded.model.compute_dtype)
     if cfg.context > loaded.spec.max_positions:
         raise UserError(f"context={cfg.context} is more than the model's {loaded.spec.max_positions} positions")
     least = len(loaded.spec.eos_ids) + 1

@@ -61,7 +61,7 @@ from shoestring.state.checkpoint import Checkpointer, ResumeFrom, check_steps, o
 from shoestring.state.run_lock import hold_run
 from shoestring.train.cakld import CachedCakld, Cakld, check_gamma, teacher_confidence
 from shoestring.train.cuda_graph import GraphedForwardBackward
-from shoestring.train.data import TokenData, rows_per_pass
+from shoestring.train.data import TokenData, check_pass, rows_per_pass
 from shoestring.train.shards import Corpus, tokenize_corpus
 from shoestring.train.teacher_cache import TeacherCache, build_cache, one_epoch
 
@@ -249,8 +249,10 @@ def open_run(
         blank = Decoder(read_spec(cfg.model)[0])
     check_model(blank)  # shapes and names
     check_embedding(blank, read_rules(cfg.rules, cfg.format), cfg.embed)
-    check_rows(cfg, mesh, num_windows)
     compute = pick_dtype(cfg.dtype, mesh.device)
+    rows = rows_per_pass(cfg.batch, micro_of(cfg), mesh.dp_size)
+    check_pass(rows, cfg.context, blank.spec.num_layers * blank.spec.d_model, mesh.device, compute)
+    check_rows(cfg, mesh, num_windows)
     if mesh.is_main and cfg.resume is None:
         # Loaded for the check and dropped, so that no process holds it while training.
         check_model(load_model(cfg.model, device=mesh.device, dtype=compute).model)

@@ -22,14 +22,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from shoestring.config import option, to_json
+from shoestring.device import pick_dtype
 from shoestring.errors import UserError
 from shoestring.evals.model_row import check_apart, evaluate_row, need_tokenizer, read_tokens, text_tokens
 from shoestring.formats import Slorb, Sparse24, convert, pack, parse_format
 from shoestring.formats.convert import Rule, store_states
 from shoestring.host.block_offload import BlockOffload, check_spill
 from shoestring.json_files import Fields, read_object
-from shoestring.mesh import MeshConfig
-from shoestring.model import Decoder, LoadedModel, Tokenizer, load_model, save_model
+from shoestring.mesh import Mesh, MeshConfig
+from shoestring.model import Decoder, LoadedModel, ModelSpec, Tokenizer, load_model, save_model
 from shoestring.model.parallel import ParallelConfig
 from shoestring.report import Curves, Section, Series, Table, Text, eval_table, in_words, run_sections, write_report
 from shoestring.runlog import (
@@ -46,12 +47,12 @@ from shoestring.shrink.calibrate import BlockStep, Calibration, walk
 from shoestring.shrink.prune import PRUNERS, Pruner, SparseGpt, plan_pruning, prune, take_branches
 from shoestring.shrink.prune24_retrain import Coverage, Retrain, build_student, check_coverage, retrain
 from shoestring.shrink.quality_gate import FORCE_HELP, MAX_HELP, MAX_PERPLEXITY, VERIFY_HELP
-from shoestring.shrink.self_text import PAPER, generate_text, read_prompts
+from shoestring.shrink.self_text import PAPER, check_room, generate_text, read_prompts
 from shoestring.shrink.shrink_run import ShrinkRun, calibration_windows, check_model_given, load_where_it_fits
 from shoestring.shrink.whole_model import EMBED_HELP, give_embedding
 from shoestring.state.checkpoint import Checkpointer, ResumeFrom, check_steps
 from shoestring.state.run_lock import check_not_held
-from shoestring.train.data import TokenData, rows_per_pass
+from shoestring.train.data import TokenData, check_pass, rows_per_pass
 from shoestring.train.pretraining import few_documents, validation_data, validation_loss
 from shoestring.train.shards import Corpus, tokenize_corpus
 from shoestring.train.sparse24 import check_torch, flip_plots
@@ -216,6 +217,11 @@ def check_training(cfg: Prune24Settings) -> None:
         raise UserError("ce=0 and no distillation leave nothing to learn from: give one of them a weight")
 
 
+def check_memory(cfg: Prune24Settings, spec: ModelSpec, mesh: Mesh) -> None:
+    rows = rows_per_pass(cfg.batch, cfg.micro, mesh.dp_size)
+    check_pass(rows, cfg.context, spec.num_layers * spec.d_model, mesh.device, pick_dtype(cfg.dtype, mesh.device))
+
+
 def check_texts(cfg: Prune24Settings, blank: LoadedModel) -> Tensor | None:
     """Check that every text exists and is long enough; returns the calibration windows, where pruning still needs
     them."""
@@ -229,6 +235,10 @@ def check_texts(cfg: Prune24Settings, blank: LoadedModel) -> Tensor | None:
     if cfg.train != "none" and cfg.data != "self":
         corpus = training_text(cfg, Path(), RunLog(None), blank.tokenizer)
         TokenData(corpus.train, context=cfg.context, batch=cfg.batch)
+    elif cfg.train != "none":
+        assert cfg.prompts is not None
+        prompts = read_prompts(cfg.prompts, cfg.self_texts)
+        check_room(prompts, need_tokenizer(blank), cfg.self_tokens, cfg.batch * cfg.context + 1)
     pruned = cfg.resume is not None and (Path(cfg.resume) / "oneshot/config.json").is_file()
     if pruned or (cfg.calib is None and not pruner(cfg).needs_text):
         return None

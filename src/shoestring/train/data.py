@@ -15,10 +15,11 @@ import numpy as np
 import torch
 
 from shoestring.errors import UserError
+from shoestring.host.block_offload import free_bytes
 from shoestring.train.shards import TokenShards
 from shoestring.train.step import IGNORED, Micro
 
-__all__ = ["Micro", "TokenData", "rows_per_pass"]
+__all__ = ["Micro", "TokenData", "check_pass", "rows_per_pass"]
 
 
 def rows_per_pass(batch: int, micro: int | None, dp_size: int = 1) -> int:
@@ -37,6 +38,20 @@ def rows_per_pass(batch: int, micro: int | None, dp_size: int = 1) -> int:
             f"micro={micro}; use a micro that divides {rows}"
         )
     return rows if micro is None else micro
+
+
+def check_pass(rows: int, context: int, width: int, device: torch.device, dtype: torch.dtype) -> None:
+    """UserError for so many rows in one pass that there is no room for `width` numbers of each token: d_model of every
+    block that is trained, whose input is kept for the backward pass in any case. Where host memory runs out, the system
+    would kill the process without a word."""
+    each, free = context * width * dtype.itemsize, free_bytes(device)
+    if rows * each > free:
+        where = "the GPU" if device.type == "cuda" else "this machine"
+        raise UserError(
+            f"{rows:,} rows of context={context} in one pass need {rows * each / 1e9:,.1f} GB at the very least, and "
+            f"{where} has {free / 1e9:,.1f} GB of memory free, enough for {free // each:,} rows: make micro, batch or "
+            "context smaller"
+        )
 
 
 class TokenData:

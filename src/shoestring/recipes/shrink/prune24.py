@@ -63,6 +63,8 @@ def main(cfg: Config) -> Path:
         blank = Decoder(spec)
         convert(blank, rules)  # raises for layers that cannot be 2:4
     check_embedding(blank, rules, cfg.embed)
+    if settings is not None:
+        stages.check_memory(cfg, spec, mesh)
     calib_NT = stages.check_texts(cfg, LoadedModel(blank, tokenizer, spec, Path(cfg.model))) if mesh.is_main else None
     folder = on_main(mesh, open_run_folder, RECIPE, to_json(cfg), ())
     on_main(mesh, keep_source, folder, cfg.model)

@@ -38,7 +38,7 @@ from shoestring.state.levels.settings import CheckpointConfig, check_checkpoints
 from shoestring.state.run_lock import check_not_held, hold_run
 from shoestring.train import pretraining
 from shoestring.train.cuda_graph import GraphedForwardBackward, check_graph
-from shoestring.train.data import TokenData
+from shoestring.train.data import TokenData, check_pass, rows_per_pass
 from shoestring.train.objectives import CrossEntropy
 from shoestring.train.optim import SCHEDULES
 from shoestring.train.publish import open_publish
@@ -147,6 +147,8 @@ def pretrain(
     corpus = load_corpus(cfg, cfg.init_from, RunLog(None, main=mesh.is_main).progress)
     spec = pretraining.initial_spec(cfg, corpus.tokenizer, context=cfg.context, named=cfg.tokenizer)
     parallel = ParallelConfig(cfg.recompute, cfg.compile, pick_dtype(cfg.dtype, mesh.device))
+    in_pass = rows_per_pass(cfg.batch, cfg.micro, mesh.dp_size)
+    check_pass(in_pass, cfg.context, spec.num_layers * spec.d_model, mesh.device, parallel.compute_dtype)
     model = pretraining.build_model(spec, mesh, parallel, rules=rules, init_from=cfg.init_from, seed=cfg.seed)
     rows: dict[str, Any] = {"context": cfg.context, "batch": cfg.batch, "micro": cfg.micro}
     data = TokenData(corpus.train, **rows, seed=cfg.seed, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size)
