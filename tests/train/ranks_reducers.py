@@ -34,7 +34,7 @@ from shoestring.train.reducers.hooks import compress_ddp, compress_fsdp
 from shoestring.train.reducers.methods import parse_compressor
 from shoestring.train.reducers.network import measure_pairs
 from shoestring.train.reducers.rounds import emulate
-from shoestring.train.step import Run
+from shoestring.train.step import Hook, Run
 from shoestring.train.trainer import train
 
 FOUR, TWO_BY_TWO = MeshConfig(replica=4, timeout_s=120), MeshConfig(replica=2, dp=2, timeout_s=120)
@@ -125,6 +125,29 @@ def check_other_mesh(four: Mesh, two: Mesh, folder: Path) -> None:
     )
     back = total_residuals(fit(new_run(four), "topk:0.05", 3, folder / "back"))
     assert all((back[n] - saved[n]).norm() <= 1e-6 * saved[n].norm() + 1e-9 for n in saved)
+
+
+def check_other_method(four: Mesh, two: Mesh, folder: Path) -> None:
+    """A method without error feedback adds the residuals of the one before to the next sum, once; on any mesh."""
+    saved = total_residuals(fit(new_run(four), "topk:0.05", 3, folder / "changed"))
+    for mesh in (four, two):
+        run, said = new_run(mesh), []
+        reducer = CompressedReducer(run.model, mesh, parse_compressor("plain"), say=said.append)
+        parts = {"reducer": reducer, "data": MaskedRows(mesh), "objective": CrossEntropy(), "private@skipped": Hook()}
+        assert Checkpointer(folder / "changed", every=0).resume(run, parts) and reducer.steps == 3
+        assert f"plain has no error feedback for {len(saved)} tensors" in said[-1], said
+        kept = reducer.state_dict()["residual"][f"private@replica{reducer.link.rank}"]
+        assert kept.keys() == saved.keys()  # in a checkpoint that is made before the next step
+        for total in (saved, {}):
+            for p in run.model.parameters():
+                p.grad = torch.ones_like(p)
+            reducer(run.model)
+            for name, p in run.model.named_parameters():
+                grad = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+                want = reducer.link.size + total.get(name, torch.zeros(()))
+                assert grad is not None and torch.allclose(grad.double(), want.double().expand_as(grad), atol=1e-5)
+        assert "residual" not in reducer.state_dict()
+    assert any(total.abs().max() > 1e-3 for total in saved.values())
 
 
 def check_errors(mesh: Mesh) -> None:
@@ -262,6 +285,7 @@ def main() -> None:
     for method in ("powersgd:2", "topk:0.05+hyper", "int8+overlap"):
         check_resume(four, folder, method)
     check_other_mesh(four, two, folder)
+    check_other_method(four, two, folder)
     check_errors(four)
     check_overlap(four)
     check_ddp_hook(four)

@@ -7,7 +7,8 @@ cut away. The norm over the other axes of a replica is clipped to clip / sqrt(re
 gradients has the norm that the user asked for.
 
 A checkpoint holds one residual per replica, laid out over dp and tp as its parameter is. On another number of replicas
-the sum of the residuals is shared out equally, so that nothing is lost.
+the sum of the residuals is shared out equally, so that nothing is lost. Nor is it where reducer=auto takes a method
+without error feedback at the next start: what is left of the one before is added to the next gradient, once.
 """
 
 from __future__ import annotations
@@ -90,11 +91,12 @@ class CompressedReducer(Reducer, Relaid):
         self.selector_name = selector
         self.residuals = {n: _residual(self.params[n]) for n, c in chosen.items() if c.feedback}
         self.compression.residuals = {name: local(r) for name, r in self.residuals.items()}
+        self.leftovers: dict[str, Tensor] = {}  # residuals of tensors that have no error feedback any more
         for name, c in chosen.items():
             c.begin(local(self.params[name]), self.compression.at(name, 0))
         self.running = RunningClip(list(self.params), CLIP_RATIO if compressor.feedback else 0.0)
         self.buckets = Buckets(self.params, self._send) if overlap else None
-        self._meter = _Meter()
+        self._meter, self._say = _Meter(), say
         say(self.summary())
 
     def begin(self, run: Run) -> None:
@@ -141,6 +143,8 @@ class CompressedReducer(Reducer, Relaid):
             self._exchange({name: p.grad for name, p in params.items() if p.grad is not None})
 
     def _exchange(self, gradients: Mapping[str, Tensor]) -> None:
+        for name in self.leftovers.keys() & gradients.keys():
+            gradients[name].add_(local(self.leftovers.pop(name)))
         totals = self.link.run(self.compression.exchange(gradients, self.steps))
         if totals:
             torch._foreach_copy_([gradients[name] for name in totals], list(totals.values()))
@@ -220,13 +224,19 @@ class CompressedReducer(Reducer, Relaid):
     # -- checkpoints -------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        return self._state({self.link.rank: self.residuals}, {self.link.rank: self.running.norms})
+        return self._state({self.link.rank: self._kept()}, {self.link.rank: self.running.norms})
+
+    def _kept(self) -> dict[str, Tensor]:
+        return {**self.residuals, **self.leftovers}
 
     def state_to_load(self, saved: Collection[str]) -> dict[str, Any]:
-        replicas = {int(found[1]) for name in saved if (found := _REPLICA.match(name))}
+        found = [(match, name[match.end() :]) for name in saved if (match := _REPLICA.match(name))]
+        replicas = {int(match[1]) for match, _ in found}
+        names = dict.fromkeys(name for _, name in found if name in self.params and name not in self.residuals)
+        self.leftovers = {name: _residual(self.params[name]) for name in names}
         if replicas in (set(), set(range(self.link.size))):
             return self.state_dict()
-        empty = {i: {n: torch.zeros_like(r) for n, r in self.residuals.items()} for i in sorted(replicas)}
+        empty = {i: {n: torch.zeros_like(r) for n, r in self._kept().items()} for i in sorted(replicas)}
         return self._state(empty, {i: torch.zeros_like(self.running.norms) for i in sorted(replicas)})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -238,10 +248,15 @@ class CompressedReducer(Reducer, Relaid):
         if self.selected is not None and self.selected.selector is not None:
             (decided,) = state["selector"].values()
             self.selected.selector.load_state_dict(decided)
+        if self.leftovers:
+            self._say(
+                f"{self.compressor.name} has no error feedback for {len(self.leftovers)} tensors that had it: what is "
+                "left of them is added to their next gradients"
+            )
         kept = state.get("residual", {})
         if not kept or self._is_live(kept):
             return
-        for name, residual in self.residuals.items():
+        for name, residual in self._kept().items():
             total = local(residual).zero_()
             for part in kept.values():
                 total += local(part[name])
@@ -254,7 +269,8 @@ class CompressedReducer(Reducer, Relaid):
         return self.selected.selector.state_dict()
 
     def _is_live(self, kept: dict[str, dict[str, Tensor]]) -> bool:
-        return all(t is self.residuals[n] for part in kept.values() for n, t in part.items())
+        mine = self._kept()
+        return all(t is mine[n] for part in kept.values() for n, t in part.items())
 
     def _state(self, by_replica: Mapping[int, Mapping[str, Tensor]], norms: Mapping[int, Tensor]) -> dict[str, Any]:
         """Empty parts are left out: a run that is resumed with another method need not have them."""
