@@ -3,10 +3,13 @@ ahead. Without a GPU the same program runs uncaptured; `gpu` tests capture it.""
 
 from __future__ import annotations
 
+import gc
 import random
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -138,6 +141,38 @@ def test_a_long_context_has_a_graph_of_its_own(skip: SkipSet | None, monkeypatch
     in_one_kernel = property(lambda self: True)
     monkeypatch.setattr(FusedDecoder, "in_one_kernel", in_one_kernel)
     assert runner._graphs._long_differs(1, skip) == (skip is not None)
+
+
+def test_a_step_in_one_kernel_lives_on_while_another_cache_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its addresses are in graphs that were captured; measuring, on a cache of its own, must not free them."""
+    model = tiny_decoder()
+    made: list[weakref.ref[Any]] = []
+
+    class OneKernel:
+        shape = SimpleNamespace(vocab=model.spec.vocab_size)
+
+        def __call__(self, *args: Tensor) -> Tensor:
+            return torch.zeros(1, self.shape.vocab)
+
+    def make(self: FusedDecoder, cache: object) -> OneKernel:
+        step = OneKernel()
+        made.append(weakref.ref(step))
+        return step
+
+    monkeypatch.setattr(FusedDecoder, "_make_row_step", make)
+    runner = Runner(model, BlockPool(8, 4, grows=True), graphs=True)
+    row = Batch([RowSpan([5, 1, 2], 0, 1)], [3], [0])
+    runner.forward(row)
+    runner.measure_seconds(1)
+    assert len(made) == 2
+    gc.collect()
+    assert made[0]() is not None and made[1]() is None, "the other one is gone with its cache"
+    runner.forward(row)
+    assert len(made) == 2
+    runner.cache.num_moves += 1  # the addresses that it holds are void
+    runner.forward(row)
+    gc.collect()
+    assert len(made) == 3 and made[0]() is None
 
 
 def test_a_chain_of_drafts_with_a_long_context(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -437,6 +472,24 @@ def test_graphs_on_the_gpu_write_the_text_of_the_plain_path(shape: str, monkeypa
         assert [c.token_ids for c in got] == [c.token_ids for c in want]
         again = engine.generate(prompts, samplings)
         assert [c.token_ids for c in again] == [c.token_ids for c in want]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_measuring_does_not_free_what_a_captured_step_in_one_kernel_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOESTRING_ROW_STEP", "1")
+    shape: dict[str, Any] = {"d_model": 256, "num_heads": 8, "num_kv_heads": 4, "head_dim": 32, "d_ff": 512}
+    model = tiny_decoder(**shape, vocab_size=128).bfloat16().cuda()
+    model.compute_dtype = torch.bfloat16
+    runner = Runner(model, BlockPool(8, 16))
+    row = Batch([RowSpan([5, 1, 2], 0, 1)], [3], [0])
+    first = runner.forward(row)
+    assert runner.in_one_kernel
+    runner.measure_seconds(1)
+    gc.collect()
+    torch.cuda.empty_cache()
+    others = [torch.full((n,), -1, dtype=torch.int64, device="cuda") for n in (2, 18, 1000, 10_000, 100_000)]
+    assert torch.equal(runner.forward(row), first) and len(others) == 5
 
 
 @pytest.mark.gpu

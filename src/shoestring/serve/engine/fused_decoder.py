@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -264,8 +265,9 @@ class FusedDecoder:
         ]
         self.norm = _norm(model.norm)
         self.head = self._head(model)
-        # The step of one row as one kernel, for the KV cache of this number of moves; None: it does not run here.
-        self._row_step: tuple[KVCache, int, RowStep | None] | None = None
+        # By KV cache, with its number of moves: the step of one row as one kernel; None: it does not run here. Captured
+        # graphs hold addresses of a step, so that of one cache lives on while another is used, as for measurements.
+        self._row_steps: WeakKeyDictionary[KVCache, tuple[int, RowStep | None]] = WeakKeyDictionary()
         # Tokens of context up to which the attention of a single row is one kernel, behind packed products.
         packed = any(layer.qkv.weight is None for layer in self.layers)
         self.short_context: float = SHORT_CONTEXT if packed else math.inf
@@ -388,12 +390,14 @@ class FusedDecoder:
     @property
     def in_one_kernel(self) -> bool:
         """Whether a step of one row without a skip set is one kernel, with its own attention; the first one tells."""
-        return self._row_step is not None and self._row_step[2] is not None
+        return any(step is not None for _, step in self._row_steps.values())
 
     def _one_kernel(self, cache: KVCache) -> RowStep | None:
-        if self._row_step is None or self._row_step[:2] != (cache, cache.num_moves):
-            self._row_step = cache, cache.num_moves, self._make_row_step(cache)
-        return self._row_step[2]
+        num_moves, step = self._row_steps.get(cache, (-1, None))
+        if num_moves != cache.num_moves:
+            step = self._make_row_step(cache)
+            self._row_steps[cache] = cache.num_moves, step
+        return step
 
     def _make_row_step(self, cache: KVCache) -> RowStep | None:
         bent = self.positions is not None or self.embed_scale is not None or self.logit_softcap is not None
