@@ -95,7 +95,7 @@ SIZES = {
     "long": Size(
         GPU, 4096, 80.0, 512, 32, 330.0, 4, 5e-4, 1, 0, 8192, 256, 32, 800, 3e-4, 48, 64, 64, 96, 64, 3, 40.0,
         deep_share=0.3, deep_micro=16, compiled=True,
-        small_layers=4, small_width=1024, small_batch=64, small_seconds=75.0, small_lr=1e-3,
+        small_layers=4, small_width=1024, small_batch=64, small_seconds=60.0, small_lr=1e-3,
     ),
     # 80M tokens in three minutes of a third of an H200: for acceptance, too small for speeds.
     "medium": Size(
