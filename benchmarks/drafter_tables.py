@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import statistics
+from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.results import markdown, newest, provenance
@@ -19,7 +20,7 @@ FEW_STEPS = 100
 NOTHING = "Not measured yet."
 TRAINED = ("DistillSpec", "LK", "AdaSPEC", "LK hybrid")  # the first that was served stands for trained drafters
 LOOKUP, UNTRAINED, SMALL = "n-gram lookup", "first layers, untrained", "small model, not distilled"
-PLAIN, SELECTIVE = "DistillSpec", "AdaSPEC, 2.5x batch"
+PLAIN, PRETRAINED, SELECTIVE = "DistillSpec", "DistillSpec, pre-trained", "AdaSPEC, 2.5x batch"
 BUDGETS = ("no training", "equal steps", "equal compute", LONGER)
 
 
@@ -29,8 +30,9 @@ def table() -> str:
 
 
 def newest_table() -> str:
-    """Of the target that was served last on greedy text, and of the one that was trained for longest."""
-    return "\n\n".join(_tables({newest_target(), well_trained()}))
+    """Of the targets that were served last on greedy and on sampled text, and of the one that was trained for
+    longest."""
+    return "\n\n".join(_tables({newest_target(), sampled_target(), well_trained()}))
 
 
 def _tables(only: set[str] | None = None) -> list[str]:
@@ -48,8 +50,21 @@ def _tables(only: set[str] | None = None) -> list[str]:
         over = f" Acceptance over {min(measured):,} new tokens a row, each kind." if measured else ""
         seeds = max(map(len, alike.values()))
         over += f" Ranges: over up to {seeds} seeds, behind their mean." if seeds > 1 else " One seed."
+        over += _small_model(own)
         parts.append(f"**{target}.**{over}\n\n" + markdown(*_filled(HEADER, rows)) + provenance(own))
     return parts
+
+
+def _small_model(lines: list[dict[str, Any]]) -> str:
+    """What drafters began with that are no layers of the target."""
+    found = next((n["config"] for n in lines if "small_tokens" in n["config"]), None)
+    if found is None:
+        return ""
+    return (
+        f" Pre-trained: begins with a small model ({found['layers']} layers of width {found['width']:,}) that was "
+        f"trained on {found['small_tokens'] / 1e6:.1f}M tokens of the target's corpus (validation perplexity "
+        f"{found['small_perplexity']:g}); TFLOP include its training."
+    )
 
 
 def _filled(header: list[str], rows: list[list[str]]) -> tuple[list[str], list[list[str]]]:
@@ -155,7 +170,7 @@ def adaspec() -> str:
             longer = None
         shown += [n for n in (plain, selective, longer) if n]
         cells = [_by_temperature(n) if n else "" for n in (plain, selective, longer)]
-        rows.append([_shape(target) + _trained_on(target), str(seed), *cells])
+        rows.append([_shape(target) + trained_on(target), str(seed), *cells])
     header = ["target", "seed", PLAIN, f"{SELECTIVE}, as many steps", f"{PLAIN}, as much compute as AdaSPEC"]
     return markdown(header, rows) + provenance(shown) if rows else NOTHING
 
@@ -203,6 +218,7 @@ def batches() -> str:
 def _way(config: dict[str, Any]) -> tuple[str, ...]:
     drafter = config["drafter"] + (", one controller for all" if config.get("controller") else "")
     drafter += f", {config['rule']} rule" if "rule" in config else ""
+    drafter += ", plain steps in one kernel" if in_one_kernel(config) else ""
     return drafter, config["text"], config.get("load", CLOSED)
 
 
@@ -231,32 +247,55 @@ def _did(steps: dict[str, int] | None) -> str:
 
 
 def sampled_lines() -> list[dict[str, Any]]:
-    """The controller on sampled texts, of the last target that was timed at several temperatures."""
+    """The controller on sampled texts, of the targets that were timed at several temperatures, in turns."""
     lines = [n for n in newest(BENCH) if n["config"]["budget"] == "batches" and n["config"].get("load") == REFILLED]
-    timed = [n["config"]["target"] for n in lines if n["config"]["text"] == "drawn at 0.7"]
-    return [n for n in lines if n["config"]["target"] in timed[-1:] and not n["config"].get("controller")]
+    timed = {n["config"]["target"] for n in lines if n["config"]["text"] == "drawn at 0.7"}
+    lines = [n for n in lines if n["config"]["target"] in timed and n["config"]["text"] != "greedy"]
+    return [n for n in lines if not _varied(n["config"])]
+
+
+def sampled_target() -> str:
+    """The last one that was timed on sampled texts."""
+    return sampled_lines()[-1]["config"]["target"]
+
+
+def in_one_kernel(config: dict[str, Any]) -> bool:
+    """Whether plain steps were one kernel, which those of several requests never are."""
+    return config["batch"] == 1 and config.get("plain") == ONE_KERNEL
 
 
 def sampled() -> str:
-    """A row a target, drafter and temperature: times plain speed by number of requests."""
+    """A row a target, drafter and temperature: times plain speed by number of requests. With one request also against
+    plain steps in one kernel: what the controller makes of them, and the fastest way with drafts."""
     lines = sampled_lines()
     if not lines:
         return NOTHING
     sizes = sorted({n["config"]["batch"] for n in lines})
     found: dict[tuple[str, ...], dict[int, dict[str, Any]]] = {}
+    fused: dict[tuple[str, ...], dict[str, Any]] = {}
     for n in lines:
-        drafter, text, _ = _way(n["config"])
-        found.setdefault((n["config"]["target"], drafter, text), {})[n["config"]["batch"]] = n
+        row = n["config"]["target"], n["config"]["drafter"], n["config"]["text"]
+        if in_one_kernel(n["config"]):
+            fused[row] = n
+        else:
+            found.setdefault(row, {})[n["config"]["batch"]] = n
     rows = []
-    for (target, drafter, text), by_size in found.items():
+    for key, by_size in found.items():
+        target, drafter, text = key
         times = [_times(by_size[b]) if b in by_size else "" for b in sizes]
-        plain = f"{by_size[sizes[0]]['baseline_value']:,.0f}" if sizes[0] in by_size else ""
-        rows.append([_shape(target) + _trained_on(target), drafter, text, plain, *times])
-    header = ["target", "drafter", "text", f"tokens/s without, {sizes[0]} request"]
-    return markdown([*header, *(f"times plain, {b}" for b in sizes)], rows) + provenance(lines)
+        alone, other = by_size.get(1), fused.get(key)
+        speeds = [f"{n:,.0f}" for n in (alone["baseline_value"], alone["value"])] if alone else ["", ""]
+        against = ["", "", ""]
+        if other and alone:
+            best = max(alone["value"], other["value"]) / other["baseline_value"]
+            against = [f"{other['baseline_value']:,.0f}", _times(other), f"{best:.2f}"]
+        rows.append([_shape(target) + trained_on(target), drafter, text, *speeds, *times, *against])
+    header = ["target", "drafter", "text", "tokens/s without, 1 request", "with", *(f"times plain, {b}" for b in sizes)]
+    header += ["one kernel: tokens/s without, 1 request", "times, controller", "times, best with drafts"]
+    return markdown(*_filled(header, rows)) + provenance(lines)
 
 
-def _trained_on(target: str) -> str:
+def trained_on(target: str) -> str:
     """Training and perplexity, from its name."""
     found = re.search(r"trained on ([\d.]+M tokens of [\w ]+?) \(validation (perplexity \d+)", target)
     return f", {found[1]} ({found[2]})" if found else ""
@@ -273,7 +312,9 @@ def speeds(target: str, text: str = "greedy") -> dict[str, dict[int, dict[str, A
     found: dict[str, dict[int, dict[str, Any]]] = {}
     for n in newest(BENCH):
         c = n["config"]
-        if c["budget"] == "batches" and (c["target"], c["text"]) == (target, text) and not _varied(c):
+        if c["budget"] != "batches" or _varied(c) or in_one_kernel(c):
+            continue
+        if (c["target"], c["text"]) == (target, text):
             found.setdefault(c["drafter"], {})[c["batch"]] = n
     return found
 
@@ -329,19 +370,20 @@ def targets() -> str:
     for target in dict.fromkeys(n["config"]["target"] for n in lines):
         own = [n for n in lines if n["config"]["target"] == target]
         kept = [n for n in own if "batch" not in n["config"]]
-        timed = [n for n in own if n["config"].get("drafter") == "DistillSpec" and not _varied(n["config"])]
+        timed = [n for n in own if n["config"].get("drafter") in (PLAIN, PRETRAINED) and not _varied(n["config"])]
+        timed = [n for n in timed if not in_one_kernel(n["config"])]
         kinds = (("greedy", ""), ("drawn at 0.7", "sampled_0.7_"), ("drawn", "sampled_"))
         for text, name in kinds:
-            accepted = [_highest(kept, case, f"{name}accepted_length") for case in (LOOKUP, "DistillSpec")]
+            accepted = [_highest(kept, cases, f"{name}accepted_length") for cases in ([LOOKUP], [PLAIN, PRETRAINED])]
             speeds = {n["config"]["batch"]: n["ratio"] for n in timed if n["config"]["text"] == text}
             if any(accepted) or speeds:
                 cells = [f"{speeds[b]:.2f}" if b in speeds else "" for b in sizes]
-                rows.append([_shape(target) + _trained_on(target), text, *accepted, *cells])
+                rows.append([_shape(target) + trained_on(target), text, *accepted, *cells])
     header = ["target", "text", "tokens/pass: n-gram", "DistillSpec", *(f"times plain, {b}" for b in sizes)]
     return markdown(header, rows) + provenance(lines)
 
 
-def _highest(lines: list[dict[str, Any]], case: str, name: str) -> str:
-    """Of several trainings of one drafter (steps, seeds) the best."""
-    found = [n["quality"][name] for n in lines if n["case"] == case and n["quality"].get(name) is not None]
+def _highest(lines: list[dict[str, Any]], cases: Sequence[str], name: str) -> str:
+    """Of several trainings of a drafter (start, steps, seeds) the best."""
+    found = [n["quality"][name] for n in lines if n["case"] in cases and n["quality"].get(name) is not None]
     return f"{max(found):.2f}" if found else ""

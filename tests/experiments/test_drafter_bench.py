@@ -393,6 +393,42 @@ def test_tables_show_trained_drafters_and_the_newest_loads(tmp_path: Path, monke
     assert "2x3, new" in shown and "2x3, last" in shown and "between" not in shown and "old" not in shown
 
 
+def test_sampled_speeds_are_told_against_both_kinds_of_plain_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    target = "Llama 2x3, 6M parameters, trained on 30.1M tokens of English (validation perplexity 25, 9 tokens)"
+
+    def note(speed: float, without: float, batch: int, text: str, **config: Any) -> None:
+        results.record(
+            bench="drafter",
+            case=f"batch {batch}",
+            metric="tokens_per_s",
+            unit="tokens/s",
+            samples=[speed],
+            baseline="plain",
+            baseline_value=without,
+            ratio=speed / without,
+            config={"target": target, "budget": "batches", "drafter": "LK", "batch": batch, "load": "refilled"}
+            | {"text": text, "layers": 1, **config},
+        )
+
+    assert drafter_tables.sampled() == drafter_tables.NOTHING
+    one = {"plain": drafter_tables.ONE_KERNEL}
+    for text, speed in (("drawn", 150.0), ("drawn at 0.7", 180.0), ("greedy", 999.0)):
+        note(speed, 100.0, 1, text)
+        note(124.0, 125.0, 1, text, **one)
+        note(600.0, 400.0, 4, text, **one)  # with several requests there is no such kernel
+    found = drafter_tables.sampled()
+    begin = "| Llama 2x3, 30.1M tokens of English (perplexity 25) | LK |"
+    assert f"{begin} drawn | 100 | 150 | 1.50 | 1.50 | 125 | 0.992 | 1.20 |" in found
+    assert f"{begin} drawn at 0.7 | 100 | 180 | 1.80 | 1.50 | 125 | 0.992 | 1.44 |" in found
+    assert "greedy" not in found and drafter_tables.sampled_target() == target
+    assert drafter_tables.speeds(target, "drawn")["LK"][1]["ratio"] == 1.5
+    assert "LK, plain steps in one kernel | drawn | 1 |" in drafter.batches()
+    assert "LK | drawn | 4 |" in drafter.batches()
+
+
 def test_expanded_blocks_add_nothing_yet() -> None:
     spec = ModelSpec(50, 32, 2, 4, 2, 8, 64, 16)
     small, large = Decoder(spec), Decoder(replace(spec, num_layers=6))
