@@ -13,7 +13,8 @@ a row of the default method of that recipe. Ratios are to the fastest row of lla
 
 Speed: greedy, `--prompt` tokens in, `--new` out, one request, the time of every step but the first. Every row has its
 own process, and the rows take turns, `--rounds` times, so that a busy machine slows all of them; waiting rows sleep.
-Wall time and processor time are recorded (the latter for one thread only; it is meaningful on a busy machine).
+Wall time and processor time are recorded (the latter for one thread only; it is meaningful on a busy machine), and how
+fast the prompt is read, by wall time.
 Perplexity: first 6 windows of 512 tokens of the test text (the tokenised edition); for rows whose single tokens are
 computed by another function than prompts (serve/engine/cpu_decode.py) also token by token. The GGUF weights lie on a
 4-bit grid of 32-blocks: llama.cpp's Q4_1 has no further loss, all others are quantized a second time. (Groups
@@ -56,23 +57,31 @@ WHOLE, BARE = ", 8-bit activations and head", ", no compiler"
 SHRUNK = "int4:g64 by gptq+clip" + WHOLE  # of --shrunk
 STEPPED = (*(f + WHOLE for f in FORMATS), SHRUNK)
 KINDS = (", decoded", ", 8-bit activations", WHOLE, WHOLE + BARE)
+PROMPT = "prompt_tokens_per_s"
+ARM = "aarch64 CPU, 2 cores"  # of the figure
 CASES = ("fp32", *(f + kind for f in FORMATS for kind in KINDS), SHRUNK, *LLAMA)
 TIMED = ("fp32", *(f + kind for f in FORMATS for kind in KINDS[2:]), SHRUNK, *LLAMA)
 CONTEXT, WINDOWS = 512, 6
 
 
 def table() -> str:
+    """A table a machine."""
     lines = newest("cpu_decode")
+    machines = dict.fromkeys(n["device"] for n in lines if n["metric"] == "tokens_per_s")
+    return "\n\n".join(_of_machine([n for n in lines if n["device"] == m]) for m in machines) or "Not measured yet."
+
+
+def _of_machine(lines: list[dict[str, Any]]) -> str:
     quality, by_token = (
         {n["case"]: n["value"] for n in lines if n["metric"] == metric}
         for metric in ("perplexity", "perplexity_by_token")
     )
-    speed = {
-        (n["case"], n["config"]["threads"], n["config"]["clock"]): n for n in lines if n["metric"] == "tokens_per_s"
-    }
-    if not speed:
-        return "Not measured yet."
+    speed, reading = (
+        {(n["case"], n["config"]["threads"], n["config"]["clock"]): n for n in lines if n["metric"] == metric}
+        for metric in ("tokens_per_s", PROMPT)
+    )
     clocks = sorted({(t, c) for _, t, c in speed})
+    read_threads = sorted({t for _, t, _ in reading})
     rows = []
     for case in CASES:
         if not any((case, *c) in speed for c in clocks):
@@ -83,10 +92,13 @@ def table() -> str:
         for clock in clocks:
             n = speed.get((case, *clock))
             cells += [f"{n['value']:.1f} ({n['p20']:.1f}-{n['p80']:.1f})", f"{n['ratio']:.2f}x"] if n else ["", ""]
+        if reading:
+            cells += [f"{n['value']:,.0f}" if (n := reading.get((case, t, "wall"))) else "" for t in read_threads]
         rows.append(cells)
     header = ["SmolLM2-135M, one request", "perplexity", "token by token"]
     for threads, clock in clocks:
         header += [f"tokens/s, {threads} thread{'s' * (threads > 1)}, {clock} clock", "times llama.cpp's best"]
+    header += [f"prompt tokens/s, {threads} thread{'s' * (threads > 1)}" for threads in read_threads]
     some = next(iter(speed.values()))
     config, notes = some["config"], {n["note"] for n in speed.values() if n["note"]}
     said = (
@@ -96,7 +108,7 @@ def table() -> str:
         "llama.cpp's Q4_1 uses as they are; its quantizer made Q4_0 and IQ4_NL of them. "
         f"{' '.join(sorted(notes))}"
     ).rstrip() + against_llama(speed)
-    return markdown(header, rows) + said + provenance(lines)
+    return f"**{some['device']}**\n\n" + markdown(header, rows) + said + provenance(lines)
 
 
 def against_llama(speed: dict[tuple[str, int, str], dict[str, Any]]) -> str:
@@ -206,13 +218,16 @@ def measure_quality(args: argparse.Namespace) -> None:
 
 
 def time_steps(model: Decoder, prompt: list[int], new: int, threads: int) -> dict[str, list[float]]:
-    """Seconds of each decode step but the first, by both clocks."""
+    """Seconds of each decode step but the first, by both clocks, and of the step that reads the prompt."""
     torch.set_num_threads(threads)
-    seconds: dict[str, list[float]] = {"wall": [], "processor": []}
+    seconds: dict[str, list[float]] = {"wall": [], "processor": [], "prompt": []}
     for counted in (False, True):
         engine = Engine(model, max_requests=1, max_context=len(prompt) + new, chunk=len(prompt))
         engine.add(prompt, Sampling(max_tokens=new if counted else 4, ignore_eos=True))
+        began = time.perf_counter()
         engine.step()
+        if counted:
+            seconds["prompt"].append(time.perf_counter() - began)
         while engine.busy:
             wall, processor = time.perf_counter(), time.process_time()
             engine.step()
@@ -268,7 +283,7 @@ def measure_speed(args: argparse.Namespace) -> None:
         for case in cases:
             rows[case] = Row(llama(args.llama_python, case) if case in LLAMA else ours(case, args.shrunk))
         for threads in args.threads:
-            found: dict[str, dict[str, list[float]]] = {c: {"wall": [], "processor": []} for c in cases}
+            found: dict[str, dict[str, list[float]]] = {c: {"wall": [], "processor": [], "prompt": []} for c in cases}
             for _ in range(args.rounds):
                 for case, row in rows.items():
                     made = row.ask({"prompt": prompt, "new": args.new, "threads": threads})
@@ -277,13 +292,17 @@ def measure_speed(args: argparse.Namespace) -> None:
             # With several threads the processor's clock adds them up, which is no speed.
             for clock in [c for c in args.clocks if c == "wall" or threads == 1]:
                 save_speed({c: f[clock] for c, f in found.items()}, clock, threads, args)
+            save_speed({c: f["prompt"] for c, f in found.items()}, "wall", threads, args, args.prompt)
     finally:
         for row in rows.values():
             row.close()
 
 
-def save_speed(seconds: dict[str, list[float]], clock: str, threads: int, args: argparse.Namespace) -> None:
-    rates = {case: [1 / s for s in steps] for case, steps in seconds.items()}
+def save_speed(
+    seconds: dict[str, list[float]], clock: str, threads: int, args: argparse.Namespace, prompt: int = 0
+) -> None:
+    """`prompt`: the seconds are those of reading so many tokens."""
+    rates = {case: [(prompt or 1) / s for s in steps] for case, steps in seconds.items()}
     peers = {case: statistics.median(rates[case]) for case in LLAMA if case in rates}
     best_peer = max(peers, key=peers.__getitem__, default="")
     base = peers.get(best_peer)
@@ -293,7 +312,7 @@ def save_speed(seconds: dict[str, list[float]], clock: str, threads: int, args: 
         record(
             bench="cpu_decode",
             case=case,
-            metric="tokens_per_s",
+            metric=PROMPT if prompt else "tokens_per_s",
             unit="tokens/s",
             samples=samples,
             baseline=best_peer,
@@ -303,7 +322,8 @@ def save_speed(seconds: dict[str, list[float]], clock: str, threads: int, args: 
             note=args.note,
         )
         best = 1e3 * min(seconds[case])
-        print(f"{threads} threads, {clock:9} {case:44} {value:7.1f} tokens/s  best step {best:6.2f} ms", flush=True)
+        what = "prompt" if prompt else clock
+        print(f"{threads} threads, {what:9} {case:44} {value:7.1f} tokens/s  best step {best:6.2f} ms", flush=True)
 
 
 def ours(case: str, shrunk: Path | None) -> list[str]:
@@ -350,7 +370,9 @@ def score(model, tokens):
 
 def steps(model, prompt, new):
     wall, processor = [], []
+    began = time.perf_counter()
     model.eval(prompt)
+    read = time.perf_counter() - began
     token = int(np.argmax(model.scores[model.n_tokens - 1]))
     for _ in range(new - 1):
         began = time.perf_counter(), time.process_time()
@@ -358,7 +380,7 @@ def steps(model, prompt, new):
         token = int(np.argmax(model.scores[model.n_tokens - 1]))
         wall.append(time.perf_counter() - began[0])
         processor.append(time.process_time() - began[1])
-    return {"wall": wall, "processor": processor}
+    return {"wall": wall, "processor": processor, "prompt": [read]}
 
 print(json.dumps("ready"), flush=True)
 for line in sys.stdin:

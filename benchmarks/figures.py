@@ -141,7 +141,7 @@ def cpu_speed() -> str:
         cpu_decode.SHRUNK: ("Shoestring, int4 by gptq+clip, 8-bit activations", 0),
         **{case: (case.replace("llama.cpp ", "llama.cpp, "), color) for color, case in enumerate(cpu_decode.LLAMA, 1)},
     }
-    lines = newest("cpu_decode")
+    lines = [n for n in newest("cpu_decode") if n["device"] == cpu_decode.ARM and n["metric"] != cpu_decode.PROMPT]
     quality = {n["case"]: n["value"] for n in lines if n["metric"] == "perplexity"}
     quality |= {n["case"]: n["value"] for n in lines if n["metric"] == "perplexity_by_token"}
     speed = {(n["case"], n["config"]["threads"]): n["value"] for n in lines if n["config"].get("clock") == "wall"}

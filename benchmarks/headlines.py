@@ -20,15 +20,17 @@ def table() -> str:
     return markdown(["", "model", "hardware", "baseline", "Shoestring", "page"], rows)
 
 
-def find(bench: str, case: str, metric: str, **config: Any) -> dict[str, Any]:
-    """The newest line of a case with these settings."""
+def find(bench: str, case: str, metric: str, device: str = "", **config: Any) -> dict[str, Any]:
+    """The newest line of a case with these settings, on a machine of this kind."""
     found = [
         n
         for n in recorded(bench)
-        if (n["case"], n["metric"]) == (case, metric) and all(n["config"].get(k) == v for k, v in config.items())
+        if (n["case"], n["metric"]) == (case, metric)
+        and n["device"].startswith(device)
+        and all(n["config"].get(k) == v for k, v in config.items())
     ]
     if not found:
-        raise LookupError(f"results/{bench}.jsonl has no line {case!r}, {metric}, {config}")
+        raise LookupError(f"results/{bench}.jsonl has no line {case!r}, {metric}, {config} {device}")
     return found[-1]
 
 

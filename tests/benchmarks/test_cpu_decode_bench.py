@@ -9,6 +9,7 @@ import torch
 
 from benchmarks import cpu_decode
 from benchmarks.results import newest, record
+from shoestring.evals import result_line
 from shoestring.evals.perplexity import perplexity
 from shoestring.model import Decoder, ModelSpec
 
@@ -46,6 +47,13 @@ def test_the_table_has_measured_rows_and_clocks_only(tmp_path: Path, monkeypatch
     assert f"| {stepped} | 34.50 | 34.40 |  |  | 25.0 (25.0-25.0) | 2.00x |" in text
     assert f"| {bare} | 34.50 |  |" in text  # prompts are computed alike
     assert "in units of llama.cpp's best: 0.50 (int4:g64, 2 threads)." in text
+    assert text.count("**") == 2 and "prompt" not in text
+    monkeypatch.setattr(result_line, "device_name", lambda: "another machine")
+    record(case=stepped, **common)  # type: ignore[arg-type]
+    record(case=stepped, **{**common, "metric": cpu_decode.PROMPT, "samples": [1234.0]})  # type: ignore[arg-type]
+    first, other = cpu_decode.table().split("**another machine**")
+    assert first.rstrip() == text and "| prompt tokens/s, 2 threads |" in other
+    assert f"| {stepped} |  |  | 25.0 (25.0-25.0) | 2.00x | 1,234 |" in other
 
 
 def test_the_script_for_the_other_interpreter_is_python() -> None:

@@ -751,10 +751,11 @@ def test_a_terminal_is_told_of_the_faster_way(
     assert "hint" not in cli("generate", packed_folder, *argv).err  # no terminal
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     monkeypatch.setattr("shoestring.formats.int8_activations.unusable", lambda: None)
-    for is_arm in (True, False):
+    for is_arm, compiler in ((True, None), (False, "g++"), (False, None)):
         monkeypatch.setattr("shoestring.formats.int8_activations.has_arm_kernels", lambda is_arm=is_arm: is_arm)
+        monkeypatch.setattr("shoestring.formats.int8_activations.find_compiler", lambda found=compiler: found)
         hint = "hint: --int8-activations"
-        assert (hint in cli("generate", packed_folder, *argv).err) is is_arm
+        assert (hint in cli("generate", packed_folder, *argv).err) is (is_arm or compiler is not None)
         assert hint not in cli("generate", packed_folder, *argv, "--dtype", "bf16").err
         assert hint not in cli("generate", model_folder, *argv).err
     monkeypatch.setattr("shoestring.formats.int8_activations.has_arm_kernels", lambda: True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,9 @@ from torch import nn
 from shoestring.errors import UserError
 from shoestring.formats import FormatLinear, IntAsym, convert, int8_activations, keep_decoded, pack, unpack
 from shoestring.formats.int8_activations import Int8Linear, quantize_activations
+from shoestring.kernels.lowbit.tiled_linear import TiledWeight
 from shoestring.kernels.lowbit.w4a8 import unusable
+from shoestring.kernels.runtime.cpp import find_compiler
 from shoestring.model import Decoder, ModelSpec, load_model, save_model
 from shoestring.model.transformer import untie_head
 
@@ -93,9 +96,31 @@ def test_layers_that_do_not_fit_stay_and_none_at_all_is_an_error() -> None:
 
 
 def test_a_machine_that_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(int8_activations, "find_compiler", lambda: None)
     monkeypatch.setattr(int8_activations, "unusable", lambda: "no such operator")
     with pytest.raises(UserError, match="not possible here: no such operator"):
         quantize_activations(packed_model())
+
+
+@pytest.mark.parametrize(("is_arm", "compiler"), [(True, "g++"), (True, None), (False, "g++"), (False, None)])
+def test_who_multiplies(is_arm: bool, compiler: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if compiler and find_compiler() is None:
+        pytest.skip("needs a C++ compiler")
+    x, wanted = torch.randn(5, 64), packed_model()
+    model = packed_model()
+    monkeypatch.setattr(int8_activations, "has_arm_kernels", lambda: is_arm)
+    monkeypatch.setattr(int8_activations, "find_compiler", lambda: compiler)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        names = quantize_activations(model)
+    slow = not is_arm and compiler is None
+    assert [str(w.message) for w in said if "install g++" in str(w.message)] != [] if slow else not said
+    layer = model.get_submodule(names[0])
+    assert isinstance(layer, Int8Linear)
+    with torch.no_grad():
+        got, exact = layer(x[:, : layer.in_features]), wanted.get_submodule(names[0])(x[:, : layer.in_features])
+    assert isinstance(layer.int8, TiledWeight) is (not is_arm and compiler is not None)
+    assert (got - exact).norm() < 0.02 * exact.norm()
 
 
 def test_an_untied_8_bit_head(tmp_path: Path) -> None:

@@ -124,16 +124,18 @@ def gpu_kernels() -> list[list[str]]:
 
 
 def cpu_kernels() -> list[list[str]]:
-    from shoestring.kernels.lowbit.w4a8 import has_arm_kernels, unusable
+    from shoestring.formats.int8_activations import has_own_kernel, refusal
+    from shoestring.kernels.lowbit.w4a8 import has_arm_kernels
     from shoestring.kernels.runtime.cpp import find_compiler
 
     what = "8-bit activations (--int8-activations)"
-    by = "torch, with Arm kernels" if has_arm_kernels() else "torch, a portable loop: not faster"
+    by = "torch, with Arm kernels" if has_arm_kernels() else "torch, a portable loop: slow; install g++"
+    by = "C++, compiled on first use" if has_own_kernel() else by
     compiler = None if find_compiler() else "no C++ compiler: install g++, or set CXX"
     return [
         row("packed weights on a CPU", "torch, decoded once when loaded", None),
-        row(f"{what}, prompts and batches", by, unusable()),
-        row(f"{what}, single tokens", "C++, compiled on first use", compiler or unusable()),
+        row(f"{what}, prompts and batches", by, refusal()),
+        row(f"{what}, single tokens", "C++, compiled on first use", compiler or refusal()),
     ]
 
 

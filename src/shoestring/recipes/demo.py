@@ -45,8 +45,7 @@ from shoestring.errors import UserError
 from shoestring.evals.certificate import certify, check_target, paragraph
 from shoestring.evals.model_row import evaluate_row, measure_speed_of, need_tokenizer, ready, text_tokens
 from shoestring.formats import convert, pack, parse_format
-from shoestring.formats.int8_activations import quantize_activations
-from shoestring.kernels.lowbit.w4a8 import has_arm_kernels
+from shoestring.formats.int8_activations import quantize_activations, would_gain
 from shoestring.mesh import MeshConfig, open_mesh
 from shoestring.model import LoadedModel, load_model, save_model
 from shoestring.model.export import export_model
@@ -327,10 +326,9 @@ def chat_pretrained(demo: Demo) -> None:
     # The published weights are on a 4-bit grid in blocks of 32: only larger groups show a loss.
     loaded = rounded(demo, loaded, "int4:g64", demo.folder / "smollm2-int4")
     look("int4:g64")
-    if demo.device.type == "cpu" and has_arm_kernels():  # slow for prompts on other CPUs
+    if would_gain(loaded.model, loaded.model.compute_dtype):
         quantize_activations(loaded.model)
         look("8-bit activations", "SmolLM2-135M, 8-bit activations")
-        demo.log.say("  8-bit activations make decoding faster; a prompt takes another operator, which can be slower")
 
 
 def write_page(demo: Demo) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from shoestring.formats import convert, int8_activations, pack, parse_format
 from shoestring.formats.int8_activations import Int8Linear, quantize_activations
+from shoestring.kernels.lowbit.tiled_linear import TILES
 from shoestring.kernels.lowbit.w4a8 import unusable, w4a8_ref
 from shoestring.kernels.runtime import cpp
 from shoestring.kernels.runtime.triton_backend import fall_back
@@ -239,7 +240,7 @@ def test_formats_and_heads(label: str, head: str, monkeypatch: pytest.MonkeyPatc
 
 @needs_compiler
 def test_without_special_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
-    library = cpp.load_library(WITHOUT + cpu_decode.SOURCE.read_text())
+    library = cpp.load_library(WITHOUT + TILES.read_text() + cpu_decode.SOURCE.read_text())
     assert library is not None
     known = cpu_decode._function()
     library.token_step.argtypes, library.token_step.restype = known.argtypes, known.restype

@@ -1,46 +1,17 @@
-// One token of one request through a decoder whose weights are 4- or 8-bit integers, in one call.
+// One token of one request through a decoder whose weights are 4- or 8-bit integers, in one call (after tiles.h).
 //
 //   every thread runs the same program; barriers (five a layer) precede reads of what other threads wrote
-//   x' = level * (codes - zero): the row of inputs rounded to 8 bits, computed by every thread
-//   y  = x' W^T, W[n, k] = scale[n, g] * (code[n, k] - zero[n, g]), sums over a group in integers
-//
-// Rows of a weight are stored in tiles of 8. A piece of a tile is 128 bytes, [4 quads][8 rows][4 inputs]: at 4 bits
-// the low halves belong to 16 inputs and the high halves to the next 16; at 8 bits both belong to the same 16.
-// Integer products are therefore accumulated with one row per lane, and no sum crosses lanes.
+//   the row of inputs is rounded to 8 bits by every thread
 //
 // The layer is that of cpu_decode.py's COMPILED: RMSNorm before a sublayer, after it or both, RoPE on a part of each head
 // or none, windows, soft caps, gated layers; the same sizes and eps in all layers.
-// `multiply` uses Arm's dot products or x86's AVX2; elsewhere it is a loop.
 
-#include <algorithm>
-#include <atomic>
 #include <bit>
-#include <cmath>
-#include <cstdint>
-#include <limits>
-#include <mutex>
-#include <thread>
-#include <vector>
-#include <unistd.h>
-#if defined(__ARM_FEATURE_DOTPROD)
-#include <arm_neon.h>
-#elif defined(__AVX2__)
-#include <immintrin.h>
-#endif
 
 namespace {
 
-constexpr int64_t ROWS = 8, LANES = 16, PIECE = 128, RUN = 16;
+constexpr int64_t RUN = 16;
 constexpr float LEAST = -1e30f;
-
-struct Matrix {
-  int64_t rows, width, group, bits;  // rows: a multiple of 8; 0: no matrix
-  const uint8_t *codes;              // [rows / 8][width in pieces][128]
-  const float *scale;                // [rows / 8][groups][8]
-  const uint8_t *zero;               // [rows / 8][groups][8]
-  const float *total;                // [rows]: the sum of each row
-  const float *bias;                 // [rows], or null
-};
 
 struct Layer {
   const float *attn_norm, *q_norm, *k_norm, *mlp_norm, *attn_post_norm, *mlp_post_norm;  // each may be null
@@ -60,222 +31,6 @@ struct Model {
   Matrix head;
   float eps, scale, softcap;  // scale: of the scores; softcap: 0: none
 };
-
-// -- threads ------------------------------------------------------------------------------------------------
-
-void relax(int &spins) {
-  if (++spins % 1024 == 0) std::this_thread::yield();  // another process may need this core
-}
-
-// Threads that wait between tokens and synchronize at barriers within one.
-class Team {
- public:
-  explicit Team(int size) : size(size), process(getpid()) {
-    for (int rank = 1; rank < size; ++rank) others.emplace_back([this, rank] { serve(rank); });
-  }
-  ~Team() {
-    call = nullptr;
-    begin();
-    for (auto &other : others) other.join();
-  }
-
-  template <class Work>
-  void run(Work &work) {
-    call = [](void *w, int rank) { (*static_cast<Work *>(w))(rank); };
-    argument = &work;
-    begin();
-    call(argument, 0);
-    meet();
-  }
-
-  void meet() {
-    const uint32_t now = phase.load();
-    if (arrived.fetch_add(1) + 1 == size) {
-      arrived.store(0);
-      phase.store(now + 1);
-      return;
-    }
-    for (int spins = 0; phase.load(std::memory_order_acquire) == now;) relax(spins);
-  }
-
-  const int size;
-  const pid_t process;  // a forked child does not have its parent's threads
-
- private:
-  void begin() {
-    turn.fetch_add(1);
-    turn.notify_all();
-  }
-  void serve(int rank) {
-    for (uint32_t seen = 0;; meet()) {
-      turn.wait(seen++);
-      if (call == nullptr) return;
-      call(argument, rank);
-    }
-  }
-
-  void (*call)(void *, int) = nullptr;
-  void *argument = nullptr;
-  std::atomic<uint32_t> turn{0}, phase{0};
-  std::atomic<int> arrived{0};
-  std::vector<std::thread> others;
-};
-
-// -- a row of inputs in 8 bits ------------------------------------------------------------------------------
-
-struct Inputs {
-  std::vector<int8_t> codes;
-  std::vector<int32_t> sums;  // of the codes in a group
-  float level, zero;
-
-  void round(const float *x, int64_t width, int64_t group) {
-    float low[LANES] = {}, high[LANES] = {}, sum[LANES] = {};
-    for (int64_t k = 0; k < width; k += LANES)
-      for (int j = 0; j < LANES; ++j) {
-        const float v = x[k + j];
-        low[j] = v < low[j] ? v : low[j];
-        high[j] = v > high[j] ? v : high[j];
-        sum[j] += v;
-      }
-    for (int j = 1; j < LANES; ++j) {
-      low[0] = std::fmin(low[0], low[j]), high[0] = std::fmax(high[0], high[j]);
-      sum[0] += sum[j];
-    }
-    level = (high[0] - low[0]) / 255;
-    const float inverse = level > std::numeric_limits<float>::min() ? 1 / level : 0;
-    zero = std::nearbyint(-128 - low[0] * inverse);
-    level += 0 * sum[0];  // nan where an input is nan or infinite
-    codes.resize(width), sums.resize(width / group);
-    for (int64_t k = 0; k < width; ++k) {
-      const float q = std::nearbyint(x[k] * inverse) + zero;
-      codes[k] = static_cast<int8_t>(static_cast<int32_t>(q < -128 ? -128 : q > 127 ? 127 : q));
-    }
-    for (int64_t g = 0; g < width / group; ++g) {
-      int32_t s = 0;
-      for (int64_t k = g * group; k < (g + 1) * group; ++k) s += codes[k];
-      sums[g] = s;
-    }
-  }
-};
-
-// -- products -----------------------------------------------------------------------------------------------
-
-// Sums of 8 rows over a group: `add` takes a piece and its inputs, `scale` adds scale * (sum - zero * x_sum) to `out`.
-#if defined(__ARM_FEATURE_DOTPROD)
-template <int BITS>
-struct Sums {
-  int32x4_t even[2] = {vdupq_n_s32(0), vdupq_n_s32(0)}, odd[2] = {vdupq_n_s32(0), vdupq_n_s32(0)};
-
-  template <int QUAD>
-  void add(const uint8_t *piece, int8x16_t x, int8x16_t x_high) {
-    for (int half = 0; half < 2; ++half) {
-      const uint8x16_t w = vld1q_u8(piece + 32 * QUAD + 16 * half);
-      if constexpr (BITS == 4) {
-        const int8x16_t w_low = vreinterpretq_s8_u8(vandq_u8(w, vdupq_n_u8(15)));
-        const int8x16_t w_high = vreinterpretq_s8_u8(vshrq_n_u8(w, 4));
-        even[half] = vdotq_laneq_s32(even[half], w_low, x, QUAD);
-        odd[half] = vdotq_laneq_s32(odd[half], w_high, x_high, QUAD);
-      } else {  // products are of signed bytes: 128 is taken from codes here and from zeros below
-        int32x4_t &sum = QUAD % 2 ? odd[half] : even[half];
-        sum = vdotq_laneq_s32(sum, vreinterpretq_s8_u8(veorq_u8(w, vdupq_n_u8(128))), x, QUAD);
-      }
-    }
-  }
-  void add(const uint8_t *piece, const int8_t *x) {
-    const int8x16_t a = vld1q_s8(x), b = BITS == 4 ? vld1q_s8(x + 16) : a;
-    add<0>(piece, a, b), add<1>(piece, a, b), add<2>(piece, a, b), add<3>(piece, a, b);
-  }
-  void scale(const float *scales, const uint8_t *zeros, int32_t x_sum, float *out) const {
-    const int16x8_t codes = vreinterpretq_s16_u16(vmovl_u8(vld1_u8(zeros)));
-    const int16x8_t zero = vsubq_s16(codes, vdupq_n_s16(BITS == 4 ? 0 : 128));
-    const int32x4_t wide[2] = {vmovl_s16(vget_low_s16(zero)), vmovl_s16(vget_high_s16(zero))};
-    for (int half = 0; half < 2; ++half) {
-      const int32x4_t sum = vmlsq_n_s32(vaddq_s32(even[half], odd[half]), wide[half], x_sum);
-      const float32x4_t before = vld1q_f32(out + 4 * half);
-      vst1q_f32(out + 4 * half, vfmaq_f32(before, vcvtq_f32_s32(sum), vld1q_f32(scales + 4 * half)));
-    }
-  }
-};
-#else
-// The low and the high halves of the bytes are summed apart: at 8 bits x86's sums of two products would overflow.
-#if defined(__AVX2__)
-struct Halves {
-  __m256i low = _mm256_setzero_si256(), high = _mm256_setzero_si256();
-
-  static __m256i dot(__m256i w, const int8_t *x) {
-    int32_t quad;
-    __builtin_memcpy(&quad, x, 4);
-    return _mm256_madd_epi16(_mm256_maddubs_epi16(w, _mm256_set1_epi32(quad)), _mm256_set1_epi16(1));
-  }
-  void multiply(const uint8_t *piece, const int8_t *x_low, const int8_t *x_high) {
-    const __m256i mask = _mm256_set1_epi8(15);
-    for (int quad = 0; quad < 4; ++quad) {
-      const __m256i w = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(piece + 32 * quad));
-      low = _mm256_add_epi32(low, dot(_mm256_and_si256(w, mask), x_low + 4 * quad));
-      high = _mm256_add_epi32(
-          high, dot(_mm256_and_si256(_mm256_srli_epi16(w, 4), mask), x_high + 4 * quad));
-    }
-  }
-  void join(int32_t high_counts, int32_t *sums) const {
-    const __m256i both = _mm256_add_epi32(low, _mm256_mullo_epi32(high, _mm256_set1_epi32(high_counts)));
-    _mm256_storeu_si256(reinterpret_cast<__m256i *>(sums), both);
-  }
-};
-#else
-struct Halves {
-  int32_t low[ROWS] = {}, high[ROWS] = {};
-
-  void multiply(const uint8_t *piece, const int8_t *x_low, const int8_t *x_high) {
-    for (int quad = 0; quad < 4; ++quad)
-      for (int row = 0; row < ROWS; ++row)
-        for (int j = 0; j < 4; ++j) {
-          const uint8_t w = piece[32 * quad + 4 * row + j];
-          low[row] += (w & 15) * x_low[4 * quad + j];
-          high[row] += (w >> 4) * x_high[4 * quad + j];
-        }
-  }
-  void join(int32_t high_counts, int32_t *sums) const {
-    for (int row = 0; row < ROWS; ++row) sums[row] = low[row] + high_counts * high[row];
-  }
-};
-#endif
-
-template <int BITS>
-struct Sums {
-  Halves halves;
-
-  void add(const uint8_t *piece, const int8_t *x) { halves.multiply(piece, x, x + (BITS == 4 ? 16 : 0)); }
-  void scale(const float *scales, const uint8_t *zeros, int32_t x_sum, float *out) const {
-    int32_t sum[ROWS];
-    halves.join(BITS == 4 ? 1 : 16, sum);
-    for (int row = 0; row < ROWS; ++row)
-      out[row] += scales[row] * static_cast<float>(sum[row] - zeros[row] * x_sum);
-  }
-};
-#endif
-
-// The 8 rows of tile `t` times the inputs.
-template <int BITS>
-void product(const Matrix &m, int64_t t, const Inputs &in, float *y) {
-  constexpr int64_t STEP = BITS == 4 ? 32 : 16;
-  const int64_t groups = m.width / m.group;
-  const uint8_t *piece = m.codes + t * (m.width / STEP) * PIECE;
-  const int8_t *x = in.codes.data();
-  float out[ROWS] = {};
-  for (int64_t g = 0; g < groups; ++g) {
-    Sums<BITS> sums;
-    for (int64_t k = 0; k < m.group; k += STEP, x += STEP, piece += PIECE) sums.add(piece, x);
-    sums.scale(m.scale + (t * groups + g) * ROWS, m.zero + (t * groups + g) * ROWS, in.sums[g], out);
-  }
-  for (int row = 0; row < ROWS; ++row) {
-    const int64_t n = t * ROWS + row;
-    y[row] = in.level * (out[row] - in.zero * m.total[n]) + (m.bias ? m.bias[n] : 0);
-  }
-}
-
-void product(const Matrix &m, int64_t t, const Inputs &in, float *y) {
-  m.bits == 4 ? product<4>(m, t, in, y) : product<8>(m, t, in, y);
-}
 
 // -- the rest of a layer ------------------------------------------------------------------------------------
 
@@ -369,7 +124,7 @@ struct Step {
     const int64_t num = m.rows / ROWS / each;
     for (int64_t t = num * rank / team.size; t < num * (rank + 1) / team.size; ++t) {
       float y[2 * ROWS];
-      for (int64_t i = 0; i < each; ++i) product(m, t * each + i, in, y + ROWS * i);
+      for (int64_t i = 0; i < each; ++i) product<1>(m, t * each + i, in, 0, y + ROWS * i);
       use(t * ROWS, y);
     }
   }
@@ -478,10 +233,14 @@ struct Step {
   void operator()(int rank) {
     std::vector<float> normed(model.width), attended(model.heads * model.head_dim), scratch;
     Inputs in;
+    const auto round = [&in](const std::vector<float> &row, const Matrix &m) {
+      in.resize(1, m.width, m.group);
+      in.round(row.data(), 0);
+    };
     // What a sublayer reads.
-    const auto read = [&](const float *weight, int64_t group) {
+    const auto read = [&](const float *weight, const Matrix &m) {
       if (weight) norm(x.data(), weight, model.width, model.eps, normed.data());
-      in.round(weight ? normed.data() : x.data(), model.width, group);
+      round(weight ? normed : x, m);
     };
     // x += m times the inputs, normed where `post` is given.
     const auto add = [&](const Matrix &m, const float *post) {
@@ -497,7 +256,7 @@ struct Step {
     };
     for (int64_t index = 0; index < model.num_layers; ++index) {
       const Layer &layer = model.layers[index];
-      read(layer.attn_norm, layer.qkv.group);
+      read(layer.attn_norm, layer.qkv);
       multiply(layer.qkv, in, rank, 1, [this](int64_t row, const float *y) {
         for (int i = 0; i < ROWS; ++i) qkv[row + i] = y[i];
       });
@@ -505,14 +264,14 @@ struct Step {
       attend(layer, rank, scratch);
       team.meet();
       combine(attended.data());
-      in.round(attended.data(), layer.out.width, layer.out.group);
+      round(attended, layer.out);
       add(layer.out, layer.attn_post_norm);
-      read(layer.mlp_norm, layer.gate_up.group);
+      read(layer.mlp_norm, layer.gate_up);
       multiply(layer.gate_up, in, rank, 2, [this](int64_t row, const float *y) {
         for (int i = 0; i < ROWS; ++i) hidden[row + i] = activate(y[i], model.act) * y[ROWS + i];
       });
       team.meet();
-      in.round(hidden.data(), model.hidden, layer.down.group);
+      round(hidden, layer.down);
       add(layer.down, layer.mlp_post_norm);
     }
     norm(x.data(), model.norm, model.width, model.eps, normed.data());
@@ -521,7 +280,7 @@ struct Step {
         for (int64_t i = 0; i < model.width; ++i) logits[i] = normed[i];
       return;
     }
-    in.round(normed.data(), model.width, model.head.group);
+    round(normed, model.head);
     multiply(model.head, in, rank, 1, [this](int64_t row, const float *y) {
       for (int i = 0; i < ROWS; ++i) logits[row + i] = y[i];
     });
@@ -533,12 +292,8 @@ struct Step {
 // `result`: logits [head.rows], or the normed row [width] where head.rows is 0.
 extern "C" void token_step(const Model *model, const float *embedding, int64_t position, const int64_t *blocks,
                            float *result, int threads) {
-  static std::mutex one_at_a_time;
-  static Team *team = nullptr;  // never destroyed: its threads end with the process
-  const std::lock_guard<std::mutex> lock(one_at_a_time);
-  if (team != nullptr && team->process != getpid()) team = nullptr;
-  if (team != nullptr && team->size != threads) delete team, team = nullptr;
-  if (team == nullptr) team = new Team(threads);
-  Step step(*model, embedding, position, blocks, *team, result);
-  team->run(step);
+  with_team(threads, [&](Team &team) {
+    Step step(*model, embedding, position, blocks, team, result);
+    team.run(step);
+  });
 }

@@ -33,12 +33,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoestring.formats.int8_activations import Int8Linear, operands_of
-from shoestring.formats.int_asym import IntAsym
+from shoestring.formats.int8_activations import Int8Linear, multiply, operands_of, tiles_of
 from shoestring.formats.linear import FormatLinear
-from shoestring.kernels.lowbit.packing import unpack_bits
-from shoestring.kernels.lowbit.w4a8 import Operands, w4a8
-from shoestring.kernels.runtime.cpp import load_library
+from shoestring.kernels.lowbit.tiled_linear import MOST_INPUTS, CMatrix, TiledWeight, compiled, pointer
+from shoestring.kernels.lowbit.w4a8 import Operands
 from shoestring.kernels.runtime.triton_backend import fall_back
 from shoestring.model.attention import rope_frequencies, soft_cap
 from shoestring.model.layer_plan import PLAIN, PLAIN_ROPE, DecoderPlan, LayerPlan, RopePlan, Support, features
@@ -140,11 +138,11 @@ def _different_eps(plan: DecoderPlan) -> str | None:
 
 @dataclass(frozen=True)
 class _Product:
-    operands: Operands
+    operands: Operands | TiledWeight
     bias: Tensor | None
 
     def __call__(self, x_1K: Tensor) -> Tensor:
-        y = w4a8(x_1K, self.operands)
+        y = multiply(x_1K, self.operands)
         return y if self.bias is None else y.add_(self.bias)
 
 
@@ -249,26 +247,16 @@ def _product(*layers: FormatLinear) -> _Product:
     return _Product(operands_of(*layers), bias)
 
 
-# -- in C++: weights -----------------------------------------------------------------------------------------
+# -- in C++ --------------------------------------------------------------------------------------------------
 
-ROWS = 8  # of a tile
 _int, _address = ctypes.c_int64, ctypes.c_void_p
-
-
-class _CMatrix(ctypes.Structure):
-    _fields_ = [
-        *((n, _int) for n in ("rows", "width", "group", "bits")),
-        *((n, _address) for n in ("codes", "scale", "zero", "total", "bias")),
-    ]
-
-
 NORMS = ("attn_norm", "q_norm", "k_norm", "mlp_norm", "attn_post_norm", "mlp_post_norm")
 
 
 class _CLayer(ctypes.Structure):
     _fields_ = [
         *((n, _address) for n in NORMS),
-        *((n, _CMatrix) for n in ("qkv", "out", "gate_up", "down")),
+        *((n, CMatrix) for n in ("qkv", "out", "gate_up", "down")),
         *((n, _address) for n in ("keys", "values")),
         *((n, _int) for n in ("rope", "window")),
     ]
@@ -280,70 +268,14 @@ class _CModel(ctypes.Structure):
         *((n, _int) for n in ("num_ropes", "pairs", "act", "norm_width")),
         *((n, _address) for n in ("frequencies", "table_scale", "norm")),
         ("layers", ctypes.POINTER(_CLayer)),
-        ("head", _CMatrix),
+        ("head", CMatrix),
         *((n, ctypes.c_float) for n in ("eps", "scale", "softcap")),
     ]
 
 
-@dataclass(frozen=True)
-class TiledWeight:
-    """A weight [out, in] in tiles of 8 rows, as cpu_decode.cpp reads it; rows of zeros fill the last tile."""
-
-    bits: int
-    codes: Tensor  # uint8 [tiles, pieces, 4 quads, 8 rows, 4]
-    scale: Tensor  # fp32 [tiles, groups, 8]
-    zero: Tensor  # uint8 [tiles, groups, 8]
-    total: Tensor  # fp32 [rows]: the sum of each row
-    bias: Tensor | None
-
-    def matrix(self, width: int) -> _CMatrix:
-        group = width // self.scale.shape[1]
-        tensors = (self.codes, self.scale, self.zero, self.total, self.bias)
-        return _CMatrix(len(self.total), width, group, self.bits, *map(_pointer, tensors))
-
-
-def tile_weight(*layers: FormatLinear, interleaved: bool = False) -> TiledWeight:
-    """The layers, which share input and Format, stacked; `interleaved`: a tile of each in turn."""
-    format, parts = layers[0].format, [x.parts() for x in layers]
-    assert isinstance(format, IntAsym) and all(x.format == format and x.packed for x in layers)
-    bias = None if layers[0].bias is None else [x.bias.detach().float() for x in layers]
-    rows = [
-        [unpack_bits(p["codes"], format.bits) for p in parts],
-        [p["scale"].float() for p in parts],
-        [p["zero"] for p in parts],
-    ]
-    codes, scale, zero = (_stack(r, interleaved) for r in rows)
-    total = ((codes.unflatten(1, (scale.shape[1], -1)).float() - zero[..., None]).sum(-1) * scale).sum(-1)
-    scale, zero = (t.unflatten(0, (-1, ROWS)).mT.contiguous() for t in (scale, zero))
-    bits = 8 if format.bits == 8 else 4
-    stacked = None if bias is None else _stack(bias, interleaved)
-    return TiledWeight(bits, _pieces(codes, bits), scale, zero, total, stacked)
-
-
-def _stack(parts: Sequence[Tensor], interleaved: bool) -> Tensor:
-    if interleaved:
-        return torch.stack([p.unflatten(0, (-1, ROWS)) for p in parts], 1).flatten(0, 2)
-    whole = torch.cat(list(parts))
-    missing = -len(whole) % ROWS
-    return torch.cat([whole, whole.new_zeros(missing, *whole.shape[1:])]) if missing else whole
-
-
-def _pieces(codes_NK: Tensor, bits: int) -> Tensor:
-    """Inputs in runs of 16: four quads of a piece; at 4 bits two runs share its bytes."""
-    runs = codes_NK.view(-1, ROWS, codes_NK.shape[1] // 16, 4, 4).permute(0, 2, 3, 1, 4)
-    return (runs if bits == 8 else runs[:, ::2] | runs[:, 1::2] << 4).contiguous()
-
-
-def _pointer(t: Tensor | None) -> int | None:
-    return None if t is None else t.data_ptr()
-
-
-# -- in C++: the step ----------------------------------------------------------------------------------------
-
-
 @functools.cache
 def _function() -> Any:
-    library = load_library(SOURCE.read_text())
+    library = compiled(SOURCE)
     if library is None:
         return None
     library.token_step.argtypes = [_address, _address, _int, _address, _address, ctypes.c_int]
@@ -372,7 +304,7 @@ class CompiledDecodeStep:
             self._keep(torch.tensor([rope.table_scale for rope in model.ropes])),
             self._keep(model.norm.weight + model.norm.offset),
             self._layers,
-            self._matrix(model.head) if in_step else _CMatrix(),
+            self._matrix(model.head) if in_step else CMatrix(),
             *(plan.final_norm.eps, attn.scale or attn.head_dim**-0.5, attn.softcap or 0.0),
         )
 
@@ -387,7 +319,7 @@ class CompiledDecodeStep:
             return "layers that differ"
         if layer.attn.head_dim % 16:  # floats are taken by 16
             return f"attn.head_dim={layer.attn.head_dim}"
-        if max(layer.d_model, layer.mlp.d_ff) > 2**15:  # sums of 8-bit products are in 32 bits
+        if max(layer.d_model, layer.mlp.d_ff) > MOST_INPUTS:
             return f"d_model={layer.d_model}, mlp.d_ff={layer.mlp.d_ff}"
         return "a machine without a C++ compiler" if _function() is None else None
 
@@ -397,10 +329,10 @@ class CompiledDecodeStep:
         self._kept.append(t.detach().float().contiguous())
         return self._kept[-1].data_ptr()
 
-    def _matrix(self, *layers: Any, interleaved: bool = False) -> _CMatrix:
-        weight = tile_weight(*layers, interleaved=interleaved)
+    def _matrix(self, *layers: Any, interleaved: bool = False) -> CMatrix:
+        weight = tiles_of(*layers, interleaved=interleaved)
         self._kept.append(weight)
-        return weight.matrix(layers[0].in_features)
+        return weight.matrix
 
     def _layer(self, block: nn.Module, plan: LayerPlan) -> _CLayer:
         assert isinstance(block, Block)
@@ -424,7 +356,7 @@ class CompiledDecodeStep:
         if self._cache != (cache, cache.num_moves):
             model.block_size, self._cache = size, (cache, cache.num_moves)
             for index, layer in enumerate(self._layers):
-                layer.keys, layer.values = map(_pointer, cache.stored(index))
+                layer.keys, layer.values = map(pointer, cache.stored(index))
         num = -(-span.stop // size)
         blocks = (ctypes.c_int64 * num)(*span.blocks[:num])
         result = torch.empty(1, model.head.rows or model.width)

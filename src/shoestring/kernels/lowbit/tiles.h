@@ -1,0 +1,340 @@
+// Integer weights in tiles times rows of inputs that are rounded to 8 bits: what the CPU's C++ kernels share.
+// The text of a kernel follows this one in the same file (tiled_linear.py).
+//
+//   x' = level * (codes - zero)         a row of inputs in 8 bits
+//   y  = x' W^T, W[n, k] = scale[n, g] * (code[n, k] - zero[n, g]), sums over a group in integers
+//
+// Rows of a weight are stored in tiles of 8. A piece of a tile is 128 bytes, [4 quads][8 rows][4 inputs]: at 4 bits
+// the low halves belong to 16 inputs and the high halves to the next 16; at 8 bits both belong to the same 16.
+// Integer products are therefore accumulated with one row per lane, and no sum crosses lanes.
+//
+// Products are Arm's dot products, x86's AVX-512 VNNI or AVX2; elsewhere a loop. All give the same integers.
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <mutex>
+#include <thread>
+#include <vector>
+#include <unistd.h>
+#if defined(__ARM_FEATURE_DOTPROD)
+#include <arm_neon.h>
+#elif defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+constexpr int64_t ROWS = 8, LANES = 16, PIECE = 128;
+
+struct Matrix {
+  int64_t rows, width, group, bits;  // rows: a multiple of 8; 0: no matrix
+  const uint8_t *codes;              // [rows / 8][width in pieces][128]
+  const float *scale;                // [rows / 8][groups][8]
+  const uint8_t *zero;               // [rows / 8][groups][8]
+  const float *total;                // [rows]: the sum of each row
+  const float *bias;                 // [rows], or null
+};
+
+// -- threads ------------------------------------------------------------------------------------------------
+
+void relax(int &spins) {
+  if (++spins % 1024 == 0) std::this_thread::yield();  // another process may need this core
+}
+
+// Threads that wait between tokens and synchronize at barriers within one.
+class Team {
+ public:
+  explicit Team(int size) : size(size), process(getpid()) {
+    for (int rank = 1; rank < size; ++rank) others.emplace_back([this, rank] { serve(rank); });
+  }
+  ~Team() {
+    call = nullptr;
+    begin();
+    for (auto &other : others) other.join();
+  }
+
+  template <class Work>
+  void run(Work &work) {
+    call = [](void *w, int rank) { (*static_cast<Work *>(w))(rank); };
+    argument = &work;
+    begin();
+    call(argument, 0);
+    meet();
+  }
+
+  void meet() {
+    const uint32_t now = phase.load();
+    if (arrived.fetch_add(1) + 1 == size) {
+      arrived.store(0);
+      phase.store(now + 1);
+      return;
+    }
+    for (int spins = 0; phase.load(std::memory_order_acquire) == now;) relax(spins);
+  }
+
+  const int size;
+  const pid_t process;  // a forked child does not have its parent's threads
+
+ private:
+  void begin() {
+    turn.fetch_add(1);
+    turn.notify_all();
+  }
+  void serve(int rank) {
+    for (uint32_t seen = 0;; meet()) {
+      turn.wait(seen++);
+      if (call == nullptr) return;
+      call(argument, rank);
+    }
+  }
+
+  void (*call)(void *, int) = nullptr;
+  void *argument = nullptr;
+  std::atomic<uint32_t> turn{0}, phase{0};
+  std::atomic<int> arrived{0};
+  std::vector<std::thread> others;
+};
+
+// Calls use(team) with the one team of this process; callers take turns.
+template <class Use>
+void with_team(int threads, Use use) {
+  static std::mutex one_at_a_time;
+  static Team *team = nullptr;  // never destroyed: its threads end with the process
+  const std::lock_guard<std::mutex> lock(one_at_a_time);
+  if (team != nullptr && team->process != getpid()) team = nullptr;
+  if (team != nullptr && team->size != threads) delete team, team = nullptr;
+  if (team == nullptr) team = new Team(threads);
+  use(*team);
+}
+
+// -- rows of inputs in 8 bits -------------------------------------------------------------------------------
+
+struct Inputs {
+  int64_t width = 0, groups = 0;
+  std::vector<int8_t> codes;
+  std::vector<int32_t> sums;  // of the codes in a group
+  std::vector<float> level, zero;
+
+  void resize(int64_t rows, int64_t new_width, int64_t group) {
+    width = new_width, groups = width / group;
+    codes.resize(rows * width), sums.resize(rows * groups), level.resize(rows), zero.resize(rows);
+  }
+
+  void round(const float *__restrict x, int64_t row) {
+    float low[LANES] = {}, high[LANES] = {}, sum[LANES] = {};
+    for (int64_t k = 0; k < width; k += LANES)
+      for (int j = 0; j < LANES; ++j) {
+        const float v = x[k + j];
+        low[j] = v < low[j] ? v : low[j];
+        high[j] = v > high[j] ? v : high[j];
+        sum[j] += v;
+      }
+    for (int j = 1; j < LANES; ++j) {
+      low[0] = std::fmin(low[0], low[j]), high[0] = std::fmax(high[0], high[j]);
+      sum[0] += sum[j];
+    }
+    const float step = (high[0] - low[0]) / 255;
+    const float inverse = step > std::numeric_limits<float>::min() ? 1 / step : 0;
+    const float offset = std::nearbyint(-128 - low[0] * inverse);
+    level[row] = step + 0 * sum[0];  // nan where an input is nan or infinite
+    zero[row] = offset;
+    int8_t *__restrict out = codes.data() + row * width;
+    for (int64_t k = 0; k < width; ++k) {
+      const float q = std::nearbyint(x[k] * inverse) + offset;
+      out[k] = static_cast<int8_t>(static_cast<int32_t>(q < -128 ? -128 : q > 127 ? 127 : q));
+    }
+    const int64_t group = width / groups;
+    for (int64_t g = 0; g < groups; ++g) {
+      int32_t s = 0;
+      for (int64_t k = g * group; k < (g + 1) * group; ++k) s += out[k];
+      sums[row * groups + g] = s;
+    }
+  }
+};
+
+// -- products -----------------------------------------------------------------------------------------------
+
+// Sums of the 8 rows of a tile over a group, for R rows of inputs that are `stride` bytes apart: `add` takes a piece and
+// its inputs, `scale` adds scale * (sum - zero * x_sum) of one of them to `out`.
+#if defined(__ARM_FEATURE_DOTPROD)
+constexpr int MOST = 4;  // rows of inputs at a time
+
+template <int BITS, int R>
+struct Sums {
+  int32x4_t even[R][2] = {}, odd[R][2] = {};
+
+  template <int QUAD>
+  void add(const uint8_t *piece, const int8x16_t *x, const int8x16_t *x_high) {
+    for (int half = 0; half < 2; ++half) {
+      const uint8x16_t w = vld1q_u8(piece + 32 * QUAD + 16 * half);
+      if constexpr (BITS == 4) {
+        const int8x16_t w_low = vreinterpretq_s8_u8(vandq_u8(w, vdupq_n_u8(15)));
+        const int8x16_t w_high = vreinterpretq_s8_u8(vshrq_n_u8(w, 4));
+        for (int r = 0; r < R; ++r) {
+          even[r][half] = vdotq_laneq_s32(even[r][half], w_low, x[r], QUAD);
+          odd[r][half] = vdotq_laneq_s32(odd[r][half], w_high, x_high[r], QUAD);
+        }
+      } else {  // products are of signed bytes: 128 is taken from codes here and from zeros below
+        const int8x16_t centred = vreinterpretq_s8_u8(veorq_u8(w, vdupq_n_u8(128)));
+        for (int r = 0; r < R; ++r) {
+          int32x4_t &sum = QUAD % 2 ? odd[r][half] : even[r][half];
+          sum = vdotq_laneq_s32(sum, centred, x[r], QUAD);
+        }
+      }
+    }
+  }
+  void add(const uint8_t *piece, const int8_t *x, int64_t stride) {
+    int8x16_t a[R], b[R];
+    for (int r = 0; r < R; ++r) a[r] = vld1q_s8(x + r * stride), b[r] = BITS == 4 ? vld1q_s8(x + r * stride + 16) : a[r];
+    add<0>(piece, a, b), add<1>(piece, a, b), add<2>(piece, a, b), add<3>(piece, a, b);
+  }
+  void scale(int r, const float *scales, const uint8_t *zeros, int32_t x_sum, float *out) const {
+    const int16x8_t codes = vreinterpretq_s16_u16(vmovl_u8(vld1_u8(zeros)));
+    const int16x8_t zero = vsubq_s16(codes, vdupq_n_s16(BITS == 4 ? 0 : 128));
+    const int32x4_t wide[2] = {vmovl_s16(vget_low_s16(zero)), vmovl_s16(vget_high_s16(zero))};
+    for (int half = 0; half < 2; ++half) {
+      const int32x4_t sum = vmlsq_n_s32(vaddq_s32(even[r][half], odd[r][half]), wide[half], x_sum);
+      const float32x4_t before = vld1q_f32(out + 4 * half);
+      vst1q_f32(out + 4 * half, vfmaq_f32(before, vcvtq_f32_s32(sum), vld1q_f32(scales + 4 * half)));
+    }
+  }
+};
+#elif defined(__AVX2__)
+inline __m256i quad_of(const int8_t *x) {  // four inputs in every lane
+  int32_t quad;
+  __builtin_memcpy(&quad, x, 4);
+  return _mm256_set1_epi32(quad);
+}
+inline __m256i quad_of(const uint8_t *piece, int quad) {  // of the weights
+  return _mm256_loadu_si256(reinterpret_cast<const __m256i *>(piece + 32 * quad));
+}
+inline __m256i low_halves(__m256i w) { return _mm256_and_si256(w, _mm256_set1_epi8(15)); }
+inline __m256i high_halves(__m256i w) { return low_halves(_mm256_srli_epi16(w, 4)); }
+
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+constexpr int MOST = 8;
+
+template <int BITS, int R>
+struct Total {
+  static constexpr int CHAINS = R == 1 ? 4 : R <= 4 ? 2 : 1;  // products of a chain wait for each other
+  __m256i chain[R][CHAINS] = {};
+
+  void add(const uint8_t *piece, const int8_t *x, int64_t stride) {
+    for (int quad = 0; quad < 4; ++quad) {
+      const __m256i w = quad_of(piece, quad);
+      if constexpr (BITS == 8) {
+        for (int r = 0; r < R; ++r) join(chain[r][quad % CHAINS], w, x + r * stride + 4 * quad);
+        continue;
+      }
+      const __m256i low = low_halves(w), high = high_halves(w);
+      for (int r = 0; r < R; ++r) join(chain[r][2 * quad % CHAINS], low, x + r * stride + 4 * quad);
+      for (int r = 0; r < R; ++r) join(chain[r][(2 * quad + 1) % CHAINS], high, x + r * stride + 16 + 4 * quad);
+    }
+  }
+  __m256i total(int r) const {
+    __m256i sum = chain[r][0];
+    for (int i = 1; i < CHAINS; ++i) sum = _mm256_add_epi32(sum, chain[r][i]);
+    return sum;
+  }
+
+ private:
+  static void join(__m256i &sum, __m256i w, const int8_t *x) { sum = _mm256_dpbusd_epi32(sum, w, quad_of(x)); }
+};
+#else
+constexpr int MOST = 4;
+
+// Sums of two products are in 16 bits: eight of them fit, of halves of bytes. At 8 bits halves are summed apart.
+template <int BITS, int R>
+struct Total {
+  __m256i sum[R] = {};
+
+  void add(const uint8_t *piece, const int8_t *x, int64_t stride) {
+    __m256i low[4], high[4];
+    for (int quad = 0; quad < 4; ++quad) {
+      const __m256i w = quad_of(piece, quad);
+      low[quad] = low_halves(w), high[quad] = high_halves(w);
+    }
+    for (int r = 0; r < R; ++r) {
+      const int8_t *const of_low = x + r * stride, *const of_high = of_low + (BITS == 4 ? 16 : 0);
+      __m256i a = _mm256_setzero_si256(), b = a;
+      for (int quad = 0; quad < 4; ++quad) {
+        a = _mm256_add_epi16(a, _mm256_maddubs_epi16(low[quad], quad_of(of_low + 4 * quad)));
+        b = _mm256_add_epi16(b, _mm256_maddubs_epi16(high[quad], quad_of(of_high + 4 * quad)));
+      }
+      if (BITS == 4)
+        sum[r] = _mm256_add_epi32(sum[r], widened(_mm256_add_epi16(a, b)));
+      else
+        sum[r] = _mm256_add_epi32(sum[r], _mm256_add_epi32(widened(a), _mm256_slli_epi32(widened(b), 4)));
+    }
+  }
+  __m256i total(int r) const { return sum[r]; }
+
+ private:
+  static __m256i widened(__m256i pairs) { return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)); }
+};
+#endif
+
+template <int BITS, int R>
+struct Sums : Total<BITS, R> {
+  void scale(int r, const float *scales, const uint8_t *zeros, int32_t x_sum, float *out) const {
+    const __m256i zero = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(zeros)));
+    const __m256i sum = _mm256_sub_epi32(this->total(r), _mm256_mullo_epi32(zero, _mm256_set1_epi32(x_sum)));
+    const __m256 scaled = _mm256_mul_ps(_mm256_cvtepi32_ps(sum), _mm256_loadu_ps(scales));
+    _mm256_storeu_ps(out, _mm256_add_ps(_mm256_loadu_ps(out), scaled));
+  }
+};
+#else
+constexpr int MOST = 4;
+
+template <int BITS, int R>
+struct Sums {
+  int32_t sum[R][ROWS] = {};
+
+  void add(const uint8_t *piece, const int8_t *x, int64_t stride) {
+    for (int r = 0; r < R; ++r)
+      for (int quad = 0; quad < 4; ++quad)
+        for (int row = 0; row < ROWS; ++row)
+          for (int j = 0; j < 4; ++j) {
+            const int32_t w = piece[32 * quad + 4 * row + j];
+            const int8_t *const of_low = x + r * stride + 4 * quad + j;
+            sum[r][row] += BITS == 4 ? (w & 15) * of_low[0] + (w >> 4) * of_low[16] : w * of_low[0];
+          }
+  }
+  void scale(int r, const float *scales, const uint8_t *zeros, int32_t x_sum, float *out) const {
+    for (int row = 0; row < ROWS; ++row)
+      out[row] += scales[row] * static_cast<float>(sum[r][row] - zeros[row] * x_sum);
+  }
+};
+#endif
+
+// The 8 rows of tile `t` times R rows of inputs from `first` on: y [R][8].
+template <int BITS, int R>
+void product(const Matrix &m, int64_t t, const Inputs &in, int64_t first, float *y) {
+  constexpr int64_t STEP = BITS == 4 ? 32 : 16;
+  const int64_t groups = m.width / m.group;
+  const uint8_t *piece = m.codes + t * (m.width / STEP) * PIECE;
+  const int8_t *x = in.codes.data() + first * m.width;
+  float out[R][ROWS] = {};
+  for (int64_t g = 0; g < groups; ++g) {
+    Sums<BITS, R> sums;
+    for (int64_t k = 0; k < m.group; k += STEP, x += STEP, piece += PIECE) sums.add(piece, x, m.width);
+    for (int r = 0; r < R; ++r)
+      sums.scale(r, m.scale + (t * groups + g) * ROWS, m.zero + (t * groups + g) * ROWS,
+                 in.sums[(first + r) * groups + g], out[r]);
+  }
+  for (int r = 0; r < R; ++r)
+    for (int row = 0; row < ROWS; ++row) {
+      const int64_t n = t * ROWS + row;
+      y[r * ROWS + row] = in.level[first + r] * (out[r][row] - in.zero[first + r] * m.total[n]) + (m.bias ? m.bias[n] : 0);
+    }
+}
+
+template <int R>
+void product(const Matrix &m, int64_t t, const Inputs &in, int64_t first, float *y) {
+  m.bits == 4 ? product<4, R>(m, t, in, first, y) : product<8, R>(m, t, in, first, y);
+}
+
+}  // namespace
