@@ -129,7 +129,7 @@ def quality(bits: int) -> list[str]:
 
 
 def kernel() -> list[str]:
-    shape = {"n": 14336, "k": 4096}
+    shape: dict[str, Any] = {"n": 14336, "k": 4096}
     one, many = (find("lowbit_gemm", "shoestring int4:g128", "time", rows=r, **shape) for r in (1, 16))
     peer = [find("lowbit_gemm", "humming int4, symmetric", "time", rows=r, **shape) for r in (1, 16)]
     return [
@@ -143,7 +143,7 @@ def kernel() -> list[str]:
 
 
 def decode() -> list[str]:
-    shape = {"model": "Llama 8B shape", "batch": 1}
+    shape: dict[str, Any] = {"model": "Llama 8B shape", "batch": 1}
     bf16 = find("decode", "shoestring", "decode_tokens_per_s", blocks="bf16", **shape)
     int4 = find("decode", "shoestring", "decode_tokens_per_s", blocks="int4:g128", **shape)
     peer = find("decode", "transformers, static cache, compiled", "decode_tokens_per_s", **shape)

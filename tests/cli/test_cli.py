@@ -13,6 +13,7 @@ import signal
 import struct
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,8 +24,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers.processors import TemplateProcessing
 
+from shoestring.cli import terminal
 from shoestring.cli.app import run_cli
-from shoestring.cli.terminal import CompileLine, chat_prompt, open_engine, stream_text
+from shoestring.cli.terminal import CompileLine, chat_prompt, open_engine, stream_text, tell_warnings_in_one_line
 from shoestring.config import describe
 from shoestring.errors import Interrupted, UserError
 from shoestring.evals import model_row
@@ -210,21 +212,39 @@ def test_my_own_recipe(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_exit_codes(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
     monkeypatch.setenv("RANK", str(rank))
     prefix = "[rank 2] " if rank else ""
-    head = "import errno\nfrom shoestring.errors import Interrupted, UserError\n\n\ndef main(config):\n"
+    head = "import errno\nfrom shoestring.errors import Interrupted, UserError, shortened\n\n\ndef main(config):\n"
     cases = {
         "raise UserError('too\\nlong')": (2, f"{prefix}error: too long\n"),
         "raise Interrupted('stopped at 3')": (2, f"{prefix}stopped at 3\n"),
         "raise KeyboardInterrupt": (130, ""),
         "raise OSError(errno.ENOSPC, 'No space left on device', 'x/y')": (2, "No space left on device (x/y)"),
         "raise OSError(errno.EROFS, 'Read-only', 'x/y')": (2, "error: Read-only (x/y); choose another place\n"),
-        "raise RuntimeError('oops')": (1, "this is a bug in shoestring, please report"),
+        "shortened(3, 1)": (1, "this is a bug in shoestring, please report"),
+        "raise RuntimeError('oops')": (2, f"{prefix}error: case.py, line 15: RuntimeError: oops\n"),
+        "__import__('json').loads('{')": (2, "error: case.py, line 15: JSONDecodeError: Expecting property"),
     }
     for line, (code, err) in cases.items():
         result = cli("run", write_recipe(tmp_path / "case.py", f"{head}    {line}\n"))
         assert result.code == code, line
         assert err in result.err
-        assert ("Traceback" in result.err) == (code == 1)
+        assert ("Traceback" in result.err) == (code == 1 or "case.py, line" in err)
+        if "case.py, line" in err:  # from the recipe's own lines on
+            assert "app.py" not in result.err and 'case.py", line 15, in main' in result.err
     assert errno.ENOSPC and issubclass(Interrupted, ValueError)
+
+
+def test_warnings_of_the_package_are_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    others: list[str] = []
+    monkeypatch.setattr(warnings, "showwarning", lambda message, *rest: others.append(str(message)))
+    tell_warnings_in_one_line()
+    own = str(Path(terminal.__file__).parents[1] / "formats/convert.py")
+    for text, category, file in (
+        ("install g++", UserWarning, own),
+        ("a", UserWarning, "nn.py"),
+        ("b", FutureWarning, own),
+    ):
+        warnings.showwarning(category(text), category, file, 7)
+    assert capsys.readouterr().err == "warning: install g++\n" and others == ["a", "b"]
 
 
 def test_help_of_a_recipe_is_its_own(cli: Cli) -> None:

@@ -36,6 +36,7 @@ from shoestring.cli.terminal import (
     read_prompt,
     stoppable,
     stream_text,
+    tell_warnings_in_one_line,
     user_lines,
     write_or_give_up,
     write_unprintable_as_question_marks,
@@ -688,7 +689,7 @@ def _run_short_form(name: str, overrides: list[str], settings: Path | None) -> N
 def _run_recipe(name: str, overrides: list[str], settings: Path | None = None) -> None:
     """`settings`: a file whose settings hold where `overrides` has none."""
     from shoestring.config import with_settings
-    from shoestring.recipes.find import builtin_recipes, load_recipe, resolve_config
+    from shoestring.recipes.find import builtin_recipes, load_recipe, own_faults, resolve_config
     from shoestring.runlog import import_tracker
 
     try:
@@ -705,7 +706,7 @@ def _run_recipe(name: str, overrides: list[str], settings: Path | None = None) -
         if _rank() > 0:  # every rank reads the same command; one of them answers
             raise typer.Exit(2) from None
         raise
-    with memory_as_user_error(config), lost_peer_as_user_error(name, config), stoppable():
+    with own_faults(recipe), memory_as_user_error(config), lost_peer_as_user_error(name, config), stoppable():
         recipe.main(config)
 
 
@@ -773,6 +774,7 @@ def main() -> None:
     open_missing_streams()
     obey_sigterm_as_first_process(os.getpid())
     write_unprintable_as_question_marks()
+    tell_warnings_in_one_line()
     sys.exit(run_cli())
 
 

@@ -11,6 +11,7 @@ import select
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -221,6 +222,26 @@ def write_unprintable_as_question_marks() -> None:
     """Where the terminal's encoding is not UTF-8, a model may write what it has no letter for; that is no error."""
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="replace")
+
+
+def tell_warnings_in_one_line() -> None:
+    """Warnings of the package without the line of source that caused them; those of other libraries stay whole."""
+    package, usual = str(Path(__file__).parents[1]), warnings.showwarning
+
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        if issubclass(category, UserWarning) and filename.startswith(package):
+            print(f"warning: {message}", file=sys.stderr)
+        else:
+            usual(message, category, filename, lineno, file, line)
+
+    warnings.showwarning = show
 
 
 def open_missing_streams() -> None:

@@ -187,8 +187,9 @@ def idle_rule(glob: str, matched: list[str], chosen: dict[str, Format], left: li
         return f"Rule {glob!r} matches no linear layer and no embedding.{hint}"
     if all(n in chosen for n in matched):
         return f"Rule {glob!r} has nothing left: earlier rules take all it matches. Put it before them."
-    reason = next(x.reason for x in left if x.name in matched)
-    return f"Rule {glob!r} matches only layers that are left alone ({matched[0]}: {reason})."
+    reasons = [f"{x.name}: {x.reason}" for x in left if x.name in matched]
+    more = f"; and {len(reasons) - 3} more" if len(reasons) > 3 else ""
+    return f"Rule {glob!r} matches only layers that are left alone ({'; '.join(reasons[:3])}{more})."
 
 
 # -- convert -------------------------------------------------------------------------------------------------

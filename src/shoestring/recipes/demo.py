@@ -417,7 +417,8 @@ def train_shared(run: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(2 * float(loss.detach()))
-    say(f"  the loss of this replica went from {losses[0]:.2f} to {losses[-1]:.2f} in {len(losses)} steps")
+    said = f"the loss of this replica went from {losses[0]:.2f} to {losses[-1]:.2f} in {len(losses)} steps"
+    say(f"  {said}, all on the same {tokens.numel()} tokens")
     mesh.close()
 
 

@@ -13,13 +13,16 @@ import ast
 import dataclasses
 import importlib
 import importlib.util
+import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from shoestring.config import apply_overrides, from_json, to_json
-from shoestring.errors import UserError, shortened, suggest
+from shoestring.errors import Interrupted, UserError, shortened, suggest
 from shoestring.runlog import read_config
 
 HERE = Path(__file__).parent
@@ -71,6 +74,28 @@ def load_recipe(name: str) -> ModuleType:
     if not dataclasses.is_dataclass(module.Config):
         raise UserError(f"Config of {name} is not a dataclass; write @dataclass(frozen=True) above it")
     return module
+
+
+@contextmanager
+def own_faults(recipe: ModuleType) -> Iterator[None]:
+    """An error that a line of the user's own recipe raised is no bug of the package: it is told with its place, behind
+    a traceback that begins there."""
+    try:
+        yield
+    except (UserError, Interrupted, OSError):
+        raise
+    except Exception as error:
+        frames = list(traceback.walk_tb(error.__traceback__))
+        files = [frame.f_code.co_filename for frame, _ in frames]
+        own = [i for i, file in enumerate(files) if file == recipe.__file__]
+        if not own or any(Path(file).is_relative_to(HERE.parent) for file in files[own[-1] :]):
+            raise
+        begin = error.__traceback__
+        for _ in range(own[0]):
+            begin = begin and begin.tb_next
+        print("".join(traceback.format_exception(type(error), error, begin)), end="", file=sys.stderr)
+        place = f"{Path(files[own[-1]]).name}, line {frames[own[-1]][1]}"
+        raise UserError(f"{place}: {type(error).__name__}: {error}") from error
 
 
 def resolve_config(recipe: ModuleType, overrides: list[str]) -> Any:

@@ -131,7 +131,10 @@ class DrafterShape:
                 f"start={self.start} and d_model={self.d_model}: give one of them, a model to begin with or the width "
                 "of a fresh one"
             )
-        loaded = load_model(str(self.start))
+        try:
+            loaded = load_model(str(self.start))
+        except UserError as error:
+            raise UserError(f"start={self.start}: {error}") from None
         check_vocabulary(f"start={self.start}", loaded.spec.vocab_size, target.model)
         ours, theirs = (t and t.backend.get_vocab() for t in (loaded.tokenizer, target.tokenizer))
         if ours and theirs and ours != theirs:
@@ -141,7 +144,8 @@ class DrafterShape:
             )
         if context > loaded.spec.max_positions:
             raise UserError(
-                f"context={context} is more than the {loaded.spec.max_positions} positions of start={self.start}"
+                f"context={context} is more than the {loaded.spec.max_positions} positions of start={self.start}; give "
+                f"context={loaded.spec.max_positions} or less"
             )
 
     def build(self, target: Decoder) -> Decoder:

@@ -144,7 +144,8 @@ def check_shape(cfg: DrafterSettings, loaded: LoadedModel) -> None:
     rows = rows_per_pass(cfg.batch, cfg.micro)
     check_pass(rows, cfg.context, loaded.spec.d_model, loaded.model.device, loaded.model.compute_dtype)
     if cfg.context > loaded.spec.max_positions:
-        raise UserError(f"context={cfg.context} is more than the model's {loaded.spec.max_positions} positions")
+        most = loaded.spec.max_positions
+        raise UserError(f"context={cfg.context} is more than the model's {most} positions; give context={most} or less")
     least = len(loaded.spec.eos_ids) + 1
     if cfg.vocab is not None and not least <= cfg.vocab <= loaded.spec.vocab_size:
         raise UserError(
@@ -244,7 +245,7 @@ def train_drafter(cfg: DrafterSettings, loaded: LoadedModel, corpus: Corpus, fol
     drafter = cfg.shape.build(target)
     log.say(
         f"drafter of {drafter.spec.num_params() / 1e6:.1f}M parameters for {loaded.spec.num_params() / 1e6:.1f}M, "
-        f"{len(corpus.train) / 1e6:.2f}M tokens of text"
+        f"{len(corpus.train):,} tokens of text"
     )
     evaluate = forced_acceptance(target, corpus, cfg.context, rows=8, k=cfg.k, vocab_ids=vocab_ids)
     schedule, checkpoints = cfg.training_schedule(cfg.steps), folder / "checkpoints"

@@ -346,8 +346,8 @@ class FlipMeter(Hook):
 def check_probe(probe: int, every: int) -> None:
     if probe < 2 * every:
         raise UserError(
-            f"a probe of {probe} steps measures the flip rate less than twice: use at least "
-            f"{2 * every}, or measure more often than every {every} steps"
+            f"a probe of {probe} steps (probe=) measures the flip rate less than twice: give at least {2 * every}, or "
+            f"measure more often than every {every} steps (flip_every=)"
         )
 
 

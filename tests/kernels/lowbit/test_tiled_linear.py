@@ -87,7 +87,10 @@ def test_rows_of_zeros_one_sign_and_what_is_no_number() -> None:
     assert got[1:].isnan().all() and not got[0].isnan().any()
 
 
-def test_any_number_of_threads_and_strides_of_inputs() -> None:
+@pytest.mark.parametrize("pooled", [True, False])
+def test_any_number_of_threads_and_strides_of_inputs(pooled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not pooled:
+        monkeypatch.setattr(kernel, "thread_pool", lambda: None)
     tiles, _, _ = made("int4:g64", torch.randn(200, 128))
     x = torch.randn(128, 21).t()
     before, found = torch.get_num_threads(), []

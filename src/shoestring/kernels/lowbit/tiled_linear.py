@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from shoestring.kernels.runtime.cpp import load_library
+from shoestring.kernels.runtime.openmp import thread_pool
 
 TILES = Path(__file__).with_name("tiles.h")
 SOURCE = Path(__file__).with_name("tiled_linear.cpp")
@@ -109,7 +110,7 @@ def _function() -> Any:
     if library is None:
         return None
     size, address = ctypes.c_int64, ctypes.c_void_p
-    library.tiled_linear.argtypes = [address, address, size, address, size, ctypes.c_int]
+    library.tiled_linear.argtypes = [address, address, size, address, size, ctypes.c_int, address]
     library.tiled_linear.restype = None
     return library.tiled_linear
 
@@ -126,6 +127,7 @@ def tiled_linear(x_TK: Tensor, weight: TiledWeight) -> Tensor:
     y_TN = x_TK.new_empty(len(x_TK), weight.outputs)
     if len(x_TK):
         of_x, of_y = x_TK.data_ptr(), y_TN.data_ptr()
-        matrix, threads = ctypes.byref(weight.matrix), torch.get_num_threads()
-        _function()(matrix, of_x, len(x_TK), of_y, weight.outputs, threads)
+        matrix, threads, pool = ctypes.byref(weight.matrix), torch.get_num_threads(), thread_pool()
+        where = None if pool is None else ctypes.byref(pool)
+        _function()(matrix, of_x, len(x_TK), of_y, weight.outputs, threads, where)
     return y_TN

@@ -110,6 +110,25 @@ void with_team(int threads, Use use) {
   use(*team);
 }
 
+// The threads of torch's operators (kernels/runtime/openmp.py): calls work(rank, size) on each of at most so many.
+struct Pool {
+  void (*parallel)(void (*)(void *), void *, unsigned, unsigned);
+  int (*rank)(), (*size)();
+};
+
+template <class Work>
+void on_pool(const Pool &pool, int threads, Work &work) {
+  struct Call {
+    const Pool &pool;
+    Work &work;
+  } call{pool, work};
+  const auto enter = [](void *c) {
+    const Call &call = *static_cast<Call *>(c);
+    call.work(call.pool.rank(), call.pool.size());
+  };
+  pool.parallel(enter, &call, static_cast<unsigned>(threads), 0);
+}
+
 // -- rows of inputs in 8 bits -------------------------------------------------------------------------------
 
 struct Inputs {
@@ -154,6 +173,16 @@ struct Inputs {
     }
   }
 };
+
+// a * b + c in one rounding where the processor can: the compiler would choose anew in every place that this is inlined
+// in, and a row's results would depend on how many rows are multiplied with it.
+inline float fused(float a, float b, float c) {
+#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+  return std::fma(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
 
 // -- products -----------------------------------------------------------------------------------------------
 
@@ -282,8 +311,12 @@ struct Sums : Total<BITS, R> {
   void scale(int r, const float *scales, const uint8_t *zeros, int32_t x_sum, float *out) const {
     const __m256i zero = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(zeros)));
     const __m256i sum = _mm256_sub_epi32(this->total(r), _mm256_mullo_epi32(zero, _mm256_set1_epi32(x_sum)));
-    const __m256 scaled = _mm256_mul_ps(_mm256_cvtepi32_ps(sum), _mm256_loadu_ps(scales));
-    _mm256_storeu_ps(out, _mm256_add_ps(_mm256_loadu_ps(out), scaled));
+    const __m256 a = _mm256_cvtepi32_ps(sum), b = _mm256_loadu_ps(scales), before = _mm256_loadu_ps(out);
+#if defined(__FMA__)
+    _mm256_storeu_ps(out, _mm256_fmadd_ps(a, b, before));
+#else
+    _mm256_storeu_ps(out, _mm256_add_ps(_mm256_mul_ps(a, b), before));
+#endif
   }
 };
 #else
@@ -305,7 +338,7 @@ struct Sums {
   }
   void scale(int r, const float *scales, const uint8_t *zeros, int32_t x_sum, float *out) const {
     for (int row = 0; row < ROWS; ++row)
-      out[row] += scales[row] * static_cast<float>(sum[r][row] - zeros[row] * x_sum);
+      out[row] = fused(scales[row], static_cast<float>(sum[r][row] - zeros[row] * x_sum), out[row]);
   }
 };
 #endif
@@ -328,7 +361,8 @@ void product(const Matrix &m, int64_t t, const Inputs &in, int64_t first, float 
   for (int r = 0; r < R; ++r)
     for (int row = 0; row < ROWS; ++row) {
       const int64_t n = t * ROWS + row;
-      y[r * ROWS + row] = in.level[first + r] * (out[r][row] - in.zero[first + r] * m.total[n]) + (m.bias ? m.bias[n] : 0);
+      const float centred = fused(-in.zero[first + r], m.total[n], out[r][row]);
+      y[r * ROWS + row] = fused(in.level[first + r], centred, m.bias ? m.bias[n] : 0);
     }
 }
 

@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from shoestring.config import config_record, option, to_json
 from shoestring.device import pick_dtype
-from shoestring.errors import UserError, in_run
+from shoestring.errors import Interrupted, UserError, in_run
 from shoestring.evals.model_row import evaluate_row
 from shoestring.formats.convert import Rule
 from shoestring.mesh import Mesh, MeshConfig, open_mesh
@@ -187,6 +187,8 @@ def pretrain(
                 forward_backward=GraphedForwardBackward() if cfg.graph else None,
                 rollback=cfg.rollback,
             )
+        except KeyboardInterrupt:  # before the trainer handles it, or for the second time
+            raise Interrupted(f"stopped; continue with `shoestring run {recipe} resume={folder}`") from None
         except UserError:
             if run.step == 0 and saved:  # the checkpoint does not fit these settings: restore those of the run
                 log.put_back_config(saved)
