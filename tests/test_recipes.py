@@ -28,6 +28,7 @@ from shoestring.model import Decoder, ModelSpec, save_model
 from shoestring.paths import cache_folder
 from shoestring.recipes import demo
 from shoestring.recipes.find import builtin_recipes, load_recipe
+from shoestring.recipes.train import dense
 from shoestring.runlog import read_jsonl
 from shoestring.state.run_lock import hold_run
 from shoestring.state.storage import SafeReader
@@ -225,6 +226,21 @@ def test_what_is_suggested_next_can_be_done(cli: Callable[..., str], corpus: Pat
         assert [line.split()[-1] for line in found] == ([] if fits is None else [fits])
         for line in found:
             cli(*line.split()[1:], "context=32", "device=cpu")
+
+
+def test_ctrl_c_before_the_first_step_says_how_to_go_on(
+    cli: Callable[..., str], corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*args: object, **settings: object) -> None:
+        raise KeyboardInterrupt
+
+    run, train = tmp_path / "run", dense.train
+    monkeypatch.setattr(dense, "train", interrupted)
+    said = cli("run", "train/dense", f"data={corpus}", "steps=2", f"run={run}", *TINY, *SHORT, fails=True)
+    assert f"stopped; continue with `shoestring run train/dense resume={run}`" in said
+    monkeypatch.setattr(dense, "train", train)
+    assert "starting at step 0" in cli("run", "train/dense", f"resume={run}")
+    assert (run / "model/model.safetensors").is_file()
 
 
 def test_a_resumed_run_does_not_go_back(cli: Callable[..., str], corpus: Path, tmp_path: Path) -> None:

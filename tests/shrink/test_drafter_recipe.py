@@ -200,7 +200,7 @@ def test_a_drafter_begins_with_a_model_that_was_trained_before(cli: Callable[...
     assert "give one of them" in cli(*command, "d_model=32", fails=True)
     long = [word if not word.startswith("context") else "context=65" for word in command]
     assert "context=65 is more than the 64 positions of start=sibling" in cli(*long, fails=True)
-    assert "nowhere" in cli(*command[:-1], "start=nowhere", fails=True)
+    assert "start=nowhere: nowhere does not exist" in cli(*command[:-1], "start=nowhere", fails=True)
 
 
 def test_prompts_from_a_list_are_held_out(here: Path) -> None:
@@ -216,7 +216,7 @@ def test_bad_input_is_one_line_and_leaves_no_run(cli: Callable[..., str], here: 
     before = {p.name for p in here.iterdir()}
     assert "model= is missing" in cli(*run, fails=True)
     assert "take 1 to 2" in cli(*run, "model=target", "layers=3", fails=True)
-    assert "positions" in cli(*run, "model=target", "context=65", fails=True)
+    assert "64 positions; give context=64 or less" in cli(*run, "model=target", "context=65", fails=True)
     for vocab in (1, 301):
         said = cli(*run, "model=target", f"vocab={vocab}", "context=48", fails=True)
         assert f"vocab={vocab}: give 2 to 300" in said
