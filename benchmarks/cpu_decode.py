@@ -72,6 +72,7 @@ def table() -> str:
 
 
 def _of_machine(lines: list[dict[str, Any]]) -> str:
+    lines = sorted(lines, key=lambda n: n["config"].get("rounds", 0))  # of two lines about one row that of more rounds
     quality, by_token = (
         {n["case"]: n["value"] for n in lines if n["metric"] == metric}
         for metric in ("perplexity", "perplexity_by_token")

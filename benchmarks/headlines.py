@@ -16,17 +16,7 @@ GPU = "H200"
 
 
 def table() -> str:
-    rows = [
-        train_dense(),
-        train_sparse24(),
-        quality(4),
-        quality(2),
-        kernel(),
-        decode(),
-        speculation(),
-        cpu("aarch64"),
-        cpu("x86_64"),
-    ]
+    rows = [train_dense(), train_sparse24(), quality(4), quality(2), kernel(), decode(), speculation(), cpu()]
     return markdown(["", "model", "hardware", "baseline", "Shoestring", "page"], rows)
 
 
@@ -195,17 +185,23 @@ def speculation() -> list[str]:
     ]
 
 
-def cpu(machine: str) -> list[str]:
+def cpu() -> list[str]:
+    machines = ("aarch64", "x86_64")
+
+    def each(case: str, metric: str, form: str, **config: Any) -> str:
+        found = (find("cpu_decode", case, metric, machine, **config)["value"] for machine in machines)
+        return " / ".join(f"{value:{form}}" for value in found)
+
     def said(case: str, quality: str) -> str:
-        speed = find("cpu_decode", case, "tokens_per_s", machine, threads=2, clock="wall")["value"]
-        return f"{speed:,.0f} tokens/s, perplexity {find('cpu_decode', case, quality, machine)['value']:.1f}"
+        speed = each(case, "tokens_per_s", ",.0f", threads=2, clock="wall", rounds=3)
+        return f"{speed} tokens/s, perplexity {each(case, quality, '.1f')}"
 
     peers = (f"{case.removeprefix('llama.cpp ')}: {said(case, 'perplexity')}" for case in cpu_decode.LLAMA)
-    tokens = find("cpu_decode", cpu_decode.SHRUNK, "perplexity_by_token", machine)["config"]["tokens"]
+    tokens = find("cpu_decode", cpu_decode.SHRUNK, "perplexity_by_token")["config"]["tokens"]
     return [
         "4-bit decoding on a CPU",
         f"SmolLM2-135M-Instruct (a Q4_1 file), perplexity on {tokens:,} tokens",
-        f"2 CPU cores ({machine})",
+        f"2 CPU cores ({' / '.join(machines)})",
         f"llama.cpp, default build, {'; '.join(peers)}",
         f"{said(cpu_decode.SHRUNK, 'perplexity_by_token')} (`gptq+clip` on its own text, one run)",
         link("8-bit activations", "int8_activations.md"),

@@ -45,7 +45,9 @@ def listed_files() -> set[str]:
         opened = re.match(r"\s*([\w/]+)/(?:\s|$)", line)
         if opened:
             folder = opened[1]
-        found |= {f"{folder}/{name}" for name in re.findall(r"[\w.-]+\.(?:pyi?|cu|cpp|json|html|js|css|typed)\b", line)}
+        found |= {
+            f"{folder}/{name}" for name in re.findall(r"[\w.-]+\.(?:pyi?|cu|cpp|h|json|html|js|css|typed)\b", line)
+        }
     return found
 
 
