@@ -1,10 +1,12 @@
-"""A server under load on a CPU: the rows of docs/server_load.md, about 3 minutes each.
+"""A server under load: the rows of docs/server_load.md, about 3 minutes each.
 
-    python -m benchmarks.serve --rate 0.4
+    python -m benchmarks.serve --rate 0.4                                                            on a CPU
     python -m benchmarks.serve --trace AzureLLMInferenceTrace_conv.csv --rate 0.6 --seconds 150
+    python -m benchmarks.serve --trace ... --shape 1b --rate 20 --seconds 60 --max-context 4096      on a GPU
 
-SmolLM2-135M-Instruct is packed in the fastest form for a CPU (benchmarks/cpu_decode.py), served by `shoestring serve`
-in its own process, and loaded as by `shoestring bench serve` (shoestring/evals/server_load.py).
+SmolLM2-135M-Instruct is packed in the fastest form for a CPU (benchmarks/cpu_decode.py); with --shape a model of random
+weights takes its place. It is served by `shoestring serve` in its own process, and loaded as by `shoestring bench
+serve` (shoestring/evals/server_load.py).
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ from pathlib import Path
 
 from benchmarks.cpu_decode import FORMATS, MODEL
 from benchmarks.results import RESULTS, markdown, newest, provenance
+from benchmarks.serve_saturation import SHAPES, make_model
 from benchmarks.smollm2 import need_smollm2
+from shoestring.device import pick_device, pick_dtype
 from shoestring.errors import as_command
 from shoestring.evals.server_load import Slo, from_trace, own_server, poisson, run_load
 from shoestring.formats import IntAsym, convert, pack, parse_format
@@ -37,6 +41,8 @@ def main() -> None:
     parser.add_argument("--max-context", type=int, default=256, help="what is longer is shortened to it")
     parser.add_argument("--slo-ttft", type=float, default=2.0)
     parser.add_argument("--slo-tpot", type=float, default=0.2)
+    parser.add_argument("--shape", choices=list(SHAPES), help="random weights of this shape, instead of SmolLM2")
+    parser.add_argument("--device", default="auto", help="with --shape")
     parser.add_argument("--note", default="", help="what else a reader of the line should know")
     args = parser.parse_args()
     load, lengths = "Poisson", {"num_prompt": args.prompt_tokens, "num_new": args.new_tokens}
@@ -45,13 +51,20 @@ def main() -> None:
         load, plan = args.trace.stem, from_trace(args.trace, args.seconds, rate=args.rate)
     slo = Slo(args.slo_ttft, args.slo_tpot)
     note = "; ".join(filter(None, (args.note, f"load average before it {os.getloadavg()[0]:.1f}")))
-    options = ["--int8-activations", "--max-context", str(args.max_context)]
-    with tempfile.TemporaryDirectory() as folder:
-        weights = pack_smollm2(Path(folder) / MODEL)
+    options = ["--max-context", str(args.max_context)]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / (f"llama-{args.shape}" if args.shape else MODEL)
+        if args.shape:
+            device = pick_device(args.device)
+            dtype = pick_dtype("auto", device)
+            make_model(folder, args.shape, device, dtype)
+            options, weights = [*options, "--device", str(device)], f"random, {dtype}".replace("torch.", "")
+        else:
+            options, weights = ["--int8-activations", *options], pack_smollm2(folder)
         about = {"load": load, "weights": weights, "server": shlex.join(options)}
-        with own_server(str(Path(folder) / MODEL), options) as url:
+        with own_server(str(folder), options) as url:
             save = RESULTS / f"{BENCH}.jsonl"
-            run_load(url, plan, slo, f"{load}, {MODEL}", save=save, about=about, note=note)
+            run_load(url, plan, slo, f"{load}, {folder.name}", save=save, about=about, note=note)
 
 
 def pack_smollm2(folder: Path) -> str:

@@ -45,7 +45,7 @@ def run(recipe: str, *options: str) -> None:
 
 def test_a_probe_too_short_to_measure_ends_before_any_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_cli(["run", "train/sparse24_fst", "data=text.txt", *TINY, "probe=3", "run=short"]) == 2
-    assert "use at least 4" in capsys.readouterr().err
+    assert "give at least 4" in capsys.readouterr().err
     assert not (tmp_path / "short").exists()
 
 
