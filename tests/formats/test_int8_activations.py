@@ -13,12 +13,11 @@ from shoestring.errors import UserError
 from shoestring.formats import FormatLinear, IntAsym, convert, int8_activations, keep_decoded, pack, unpack
 from shoestring.formats.int8_activations import Int8Linear, quantize_activations
 from shoestring.kernels.lowbit.tiled_linear import TiledWeight
-from shoestring.kernels.lowbit.w4a8 import unusable
 from shoestring.kernels.runtime.cpp import find_compiler
 from shoestring.model import Decoder, ModelSpec, load_model, save_model
 from shoestring.model.transformer import untie_head
 
-pytestmark = pytest.mark.skipif(unusable() is not None, reason=str(unusable()))
+pytestmark = pytest.mark.skipif(int8_activations.refusal() is not None, reason=str(int8_activations.refusal()))
 SPEC = ModelSpec(96, 64, 2, 4, 2, 16, 128, 64, bos_id=1, eos_id=2)
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from shoestring.errors import UserError
 from shoestring.formats import parse_format
 from shoestring.kernels.lowbit import tiled_linear as kernel
 from shoestring.kernels.lowbit.packing import unpack_bits
@@ -133,6 +134,15 @@ def test_callers_on_several_threads_take_turns_and_a_fork_has_threads_of_its_own
     if child == 0:
         os._exit(0 if torch.equal(tiled_linear(x, tiles), wanted) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_gradient_is_refused_and_not_zero() -> None:
+    tiles, _, _ = made("int4:g64", torch.randn(16, 64))
+    x = torch.randn(3, 64, requires_grad=True)
+    y = tiled_linear(x, tiles)
+    assert torch.equal(y, tiled_linear(x.detach(), tiles))  # what is only read needs no torch.no_grad
+    with pytest.raises(UserError, match="have no gradient"):
+        (x.sum() + y.sum()).backward()
 
 
 def test_groups_that_are_too_long(monkeypatch: pytest.MonkeyPatch) -> None:

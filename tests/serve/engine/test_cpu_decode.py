@@ -16,7 +16,7 @@ import torch
 from shoestring.formats import convert, int8_activations, pack, parse_format
 from shoestring.formats.int8_activations import Int8Linear, quantize_activations
 from shoestring.kernels.lowbit.tiled_linear import TILES
-from shoestring.kernels.lowbit.w4a8 import unusable, w4a8_ref
+from shoestring.kernels.lowbit.w4a8 import w4a8_ref
 from shoestring.kernels.runtime import cpp
 from shoestring.kernels.runtime.triton_backend import fall_back
 from shoestring.model import Decoder, ModelSpec
@@ -30,7 +30,7 @@ from shoestring.serve.engine.kv_cache import KVCache
 from shoestring.serve.engine.runner import Batch, Runner
 from shoestring.serve.speculative.draft_model import DraftModel, trim_head
 
-pytestmark = pytest.mark.skipif(unusable() is not None, reason=str(unusable()))
+pytestmark = pytest.mark.skipif(int8_activations.refusal() is not None, reason=str(int8_activations.refusal()))
 needs_compiler = pytest.mark.skipif(cpp.find_compiler() is None, reason="needs a C++ compiler")
 SPEC = ModelSpec(90, 64, 2, 4, 2, 16, 160, 64, bos_id=1, eos_id=2)
 SPECS = {

@@ -5,11 +5,10 @@
 
 The same function as w4a8.py, for processors where torch has a portable loop only (all but Arm): AVX-512 VNNI, AVX2,
 Arm's dot products or a loop, as the machine's own compiler builds it (runtime/cpp.py). Codes of 2 and 3 bits are held
-as 4.
-Scales and zero points are used as they are stored. The decode step of a whole model (serve/engine/cpu_decode.cpp) reads
-the same tiles and shares tiles.h.
+as 4. Scales and zero points are used as they are stored. The decode step of a whole model
+(serve/engine/cpu_decode.cpp) reads the same tiles and shares tiles.h.
 
-This is not x W^T, so it is opt-in; `w4a8.error_bound` holds.
+This is not x W^T, so it is opt-in; `w4a8.error_bound` holds. `w4a8_ref` is the reference. Left out: gradients.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoestring.errors import UserError
 from shoestring.kernels.runtime.cpp import load_library
 from shoestring.kernels.runtime.openmp import thread_pool
 
@@ -120,8 +120,27 @@ def usable(group: int) -> bool:
     return group <= MOST_INPUTS and _function() is not None
 
 
+class _WithoutGradient(torch.autograd.Function):
+    """An error where a gradient is asked for, as torch's operator gives: a result without a past would be a gradient of
+    zero, without a word."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TK: Tensor, weight: TiledWeight) -> Tensor:
+        return _multiply(x_TK, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise UserError("8-bit activations have no gradient: train without them, on the packed or unpacked model")
+
+
 def tiled_linear(x_TK: Tensor, weight: TiledWeight) -> Tensor:
     """fp32 [T, in] -> [T, out]."""
+    if torch.is_grad_enabled() and x_TK.requires_grad:
+        return _WithoutGradient.apply(x_TK, weight)  # type: ignore[no-any-return]
+    return _multiply(x_TK, weight)
+
+
+def _multiply(x_TK: Tensor, weight: TiledWeight) -> Tensor:
     assert x_TK.dtype == torch.float32 and x_TK.device.type == "cpu" and x_TK.shape[1] == weight.width
     x_TK = x_TK.contiguous()
     y_TN = x_TK.new_empty(len(x_TK), weight.outputs)
