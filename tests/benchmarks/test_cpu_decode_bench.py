@@ -26,6 +26,7 @@ def test_perplexity_of_logits_is_perplexity(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_table_has_measured_rows_and_clocks_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_decode, "newest", lambda bench: newest(bench, tmp_path))
+    monkeypatch.setattr(result_line, "device_name", lambda: cpu_decode.ARM)
     assert cpu_decode.table() == "Not measured yet."
     config = {"threads": 1, "clock": "processor", "prompt": 64, "new": 48}
     common = {"bench": "cpu_decode", "unit": "tokens/s", "folder": tmp_path, "config": config, "ratio": 0.25}
@@ -51,9 +52,12 @@ def test_the_table_has_measured_rows_and_clocks_only(tmp_path: Path, monkeypatch
     monkeypatch.setattr(result_line, "device_name", lambda: "another machine")
     record(case=stepped, **common)  # type: ignore[arg-type]
     record(case=stepped, **{**common, "metric": cpu_decode.PROMPT, "samples": [1234.0]})  # type: ignore[arg-type]
+    record(case=bare, **common)  # type: ignore[arg-type]
+    record(bench="cpu_decode", case=stepped, metric="perplexity", unit="", samples=[34.3], folder=tmp_path)
     first, other = cpu_decode.table().split("**another machine**")
     assert first.rstrip() == text and "| prompt tokens/s, 2 threads |" in other
-    assert f"| {stepped} |  |  | 25.0 (25.0-25.0) | 2.00x | 1,234 |" in other
+    assert f"| {stepped} | 34.30 |  | 25.0 (25.0-25.0) | 2.00x | 1,234 |" in other
+    assert f"| {bare} |  |  | 25.0 (25.0-25.0) | 2.00x |  |" in other  # another kernel than that of the row above
 
 
 def test_the_script_for_the_other_interpreter_is_python() -> None:
