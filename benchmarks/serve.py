@@ -2,16 +2,20 @@
 
     python -m benchmarks.serve --rate 0.4                                                            on a CPU
     python -m benchmarks.serve --trace AzureLLMInferenceTrace_conv.csv --rate 0.6 --seconds 150
-    python -m benchmarks.serve --trace ... --shape 1b --rate 20 --seconds 60 --max-context 4096      on a GPU
+    python -m benchmarks.serve --trace ... --shape 1b --rate 20 40 --peer-rate 2 --seconds 60 --max-context 4096
+                                                                                                     on a GPU
 
 SmolLM2-135M-Instruct is packed in the fastest form for a CPU (benchmarks/cpu_decode.py); with --shape a model of random
 weights takes its place. It is served by `shoestring serve` in its own process, and loaded as by `shoestring bench
-serve` (shoestring/evals/server_load.py).
+serve` (shoestring/evals/server_load.py), at one rate after the other. With --peer-rate `transformers serve` then serves
+the same model with continuous batching under the same load; it takes its prompts as text, of about as many tokens.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import json
 import os
 import shlex
 import tempfile
@@ -19,22 +23,34 @@ from pathlib import Path
 
 from benchmarks.cpu_decode import FORMATS, MODEL
 from benchmarks.results import RESULTS, markdown, newest, provenance
-from benchmarks.serve_saturation import SHAPES, make_model
+from benchmarks.serve_saturation import SHAPES, make_model, peer_command, server
 from benchmarks.smollm2 import need_smollm2
 from shoestring.device import pick_device, pick_dtype
-from shoestring.errors import as_command
-from shoestring.evals.server_load import Slo, from_trace, own_server, poisson, run_load
+from shoestring.errors import UserError, as_command
+from shoestring.evals.server_load import (
+    Planned,
+    Slo,
+    Target,
+    bodies_for,
+    from_trace,
+    own_server,
+    poisson,
+    run_load,
+    send_all,
+)
 from shoestring.formats import IntAsym, convert, pack, parse_format
-from shoestring.model import load_model, save_model
+from shoestring.model import Tokenizer, load_model, save_model
 from shoestring.model.transformer import untie_head
 
 BENCH = "serve"
+PEER_TEXTS, PEER_BATCH = 16, 2048  # whole contexts that the peer has room for, tokens of one of its steps
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", type=Path, help="arrivals and lengths; without it arrivals are Poisson")
-    parser.add_argument("--rate", type=float, default=0.15)
+    parser.add_argument("--rate", type=float, nargs="+", default=[0.15])
+    parser.add_argument("--peer-rate", type=float, nargs="*", default=[], help="with --shape: of `transformers serve`")
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--prompt-tokens", type=int, default=64, help="without a trace")
     parser.add_argument("--new-tokens", type=int, default=32, help="without a trace")
@@ -45,10 +61,8 @@ def main() -> None:
     parser.add_argument("--device", default="auto", help="with --shape")
     parser.add_argument("--note", default="", help="what else a reader of the line should know")
     args = parser.parse_args()
-    load, lengths = "Poisson", {"num_prompt": args.prompt_tokens, "num_new": args.new_tokens}
-    plan = poisson(args.rate, args.seconds, **lengths)
-    if args.trace:
-        load, plan = args.trace.stem, from_trace(args.trace, args.seconds, rate=args.rate)
+    if args.peer_rate and not args.shape:
+        raise UserError("--peer-rate needs --shape: the packed model is one that `transformers serve` does not read")
     slo = Slo(args.slo_ttft, args.slo_tpot)
     note = "; ".join(filter(None, (args.note, f"load average before it {os.getloadavg()[0]:.1f}")))
     options = ["--max-context", str(args.max_context)]
@@ -61,10 +75,39 @@ def main() -> None:
             options, weights = [*options, "--device", str(device)], f"random, {dtype}".replace("torch.", "")
         else:
             options, weights = ["--int8-activations", *options], pack_smollm2(folder)
-        about = {"load": load, "weights": weights, "server": shlex.join(options)}
-        with own_server(str(folder), options) as url:
+
+        def measure(url: str, rate: float, options: list[str], who: str = "", target: Target | None = None) -> None:
+            load, plan = planned(args, rate)
+            about = {"load": load, "weights": weights, "server": shlex.join(options)}
+            case = ", ".join(filter(None, (load, folder.name, who)))
             save = RESULTS / f"{BENCH}.jsonl"
-            run_load(url, plan, slo, f"{load}, {folder.name}", save=save, about=about, note=note)
+            run_load(url, plan, slo, case, save=save, about=about, note=note, target=target)
+
+        with own_server(str(folder), options) as url:
+            for rate in args.rate:
+                measure(url, rate, options)
+        if args.peer_rate:
+            command = peer_command(folder, args.max_context, PEER_TEXTS, device, dtype, batch_tokens=PEER_BATCH)
+            with server(command, Path(f"{folder}.peer.log")) as peer:
+                peer.ready("/health", 120)
+                target = peer_target(peer.url, folder, args.max_context)
+                warm_up = [Planned(0.0, 64, 8), Planned(0.0, args.max_context // 2, 8)]
+                asyncio.run(send_all(peer.url, warm_up, bodies_for(warm_up, target)))  # makes its cache and graphs
+                for rate in args.peer_rate:
+                    measure(peer.url, rate, command[5:], "transformers serve", target)
+
+
+def planned(args: argparse.Namespace, rate: float) -> tuple[str, list[Planned]]:
+    """What the load is called, and its requests."""
+    if args.trace:
+        return args.trace.stem, from_trace(args.trace, args.seconds, rate=rate)
+    return "Poisson", poisson(rate, args.seconds, num_prompt=args.prompt_tokens, num_new=args.new_tokens)
+
+
+def peer_target(url: str, folder: Path, context: int) -> Target:
+    tokenizer = Tokenizer.from_file(folder / "tokenizer.json")
+    text = Path(json.__file__).read_text(encoding="utf-8")
+    return Target(url, str(folder), context, tuple(tokenizer.encode(text, special=False)), tokenizer.decode)
 
 
 def pack_smollm2(folder: Path) -> str:

@@ -89,14 +89,7 @@ def main() -> None:
         num = args.requests or int(json.loads(ours.ready("/stats", left()))["max_running"])
         peer = None
         if not args.no_peer:
-            command = [sys.executable, "-m", "transformers.cli.transformers", "serve", str(folder)]
-            command += ["--continuous-batching", "--device", str(device)]
-            command += ["--dtype", "bfloat16" if dtype == torch.bfloat16 else "float32"]
-            # Room for as many texts as ours has. By default the peer takes most of the memory, and with sdpa (flash
-            # attention is a package of its own) each of its steps has a mask over all of that.
-            blocks = num * -(-context // PEER_BLOCK)
-            command += ["--cb-block-size", str(PEER_BLOCK), "--cb-num-blocks", str(blocks)]
-            command += ["--cb-max-batch-tokens", "512"]
+            command = peer_command(folder, context, num, device, dtype, batch_tokens=512)
             peer = stack.enter_context(server(command, Path(f"{folder}.peer.log")))
         ours.ready("/health", left())
         say(f"shoestring serve is ready, {num} texts at the same time")
@@ -170,6 +163,18 @@ def make_model(folder: Path, shape: str, device: torch.device, dtype: torch.dtyp
     else:
         init_weights(model, 0)
     save_model(folder, model.to(dtype), tokenizer)
+
+
+def peer_command(
+    folder: Path, context: int, num: int, device: torch.device, dtype: torch.dtype, *, batch_tokens: int
+) -> list[str]:
+    """`transformers serve` with room for `num` texts. By default it takes most of the memory, and with sdpa (flash
+    attention is a package of its own) each of its steps has a mask over all of that."""
+    name = "bfloat16" if dtype == torch.bfloat16 else "float32"
+    command = [sys.executable, "-m", "transformers.cli.transformers", "serve", str(folder), "--continuous-batching"]
+    command += ["--device", str(device), "--dtype", name, "--cb-max-batch-tokens", str(batch_tokens)]
+    blocks = num * -(-context // PEER_BLOCK)
+    return [*command, "--cb-block-size", str(PEER_BLOCK), "--cb-num-blocks", str(blocks)]
 
 
 def build_engine(folder: Path, num: int, context: int, device: torch.device, dtype: torch.dtype) -> Engine:

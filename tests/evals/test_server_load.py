@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-pytest.importorskip("httpx")
+httpx = pytest.importorskip("httpx")
 from serving import running
 
 from benchmarks import results, serve, soak
@@ -25,12 +25,14 @@ from shoestring.evals.server_load import (
     Planned,
     Sent,
     Slo,
+    Target,
     bodies_for,
     fit,
     from_trace,
     look_at,
     percentiles,
     poisson,
+    read_stream,
     send_all,
     summarize,
     summary_line,
@@ -109,6 +111,44 @@ def test_goodput_counts_only_whole_answers_that_kept_both_promises() -> None:
         summarize([], slo)
 
 
+def test_prompts_are_token_ids_or_text_of_about_as_many_tokens() -> None:
+    plan, pool = [Planned(0.0, n, 3) for n in (1, 7, 40)], tuple(range(25))
+    ids = bodies_for(plan, Target("", "m", 64, pool))
+    assert [len(body["prompt"]) for body in ids] == [1, 7, 40] and all(body["ignore_eos"] for body in ids)
+    texts = bodies_for(plan, Target("", "m", 64, pool, decode=lambda ids: " ".join(map(str, ids))))
+    for body, ask in zip(texts, plan, strict=True):
+        numbers = [int(n) for n in body["prompt"].split()]
+        assert len(numbers) == ask.num_prompt and body["max_tokens"] == 3
+        assert all((b - a) % len(pool) == 1 for a, b in itertools.pairwise(numbers)), (
+            "in one piece, from the front again"
+        )
+        assert "ignore_eos" not in body, "a server that takes text only may refuse it"
+
+
+@pytest.mark.parametrize(
+    "lines, whole",
+    [
+        (['{"choices": [{"text": "a"}]}', "[DONE]"], True),
+        (['{"choices": [{"text": "a"}]}'], False),
+        (['{"choices": [{"text": "a", "finish_reason": "stop"}]}'], False),
+        (['{"choices": [{"text": "a", "finish_reason": "stop"}], "usage": {"completion_tokens": 1}}'], True),
+    ],
+)
+def test_an_answer_is_whole_when_its_end_was_said(lines: list[str], whole: bool) -> None:
+    stream = "".join(f"data: {line}\n\n" for line in lines)
+
+    async def ask() -> Sent:
+        answers = httpx.MockTransport(lambda request: httpx.Response(200, text=stream))
+        sent = Sent(Planned(0.0, 1, 1))
+        async with httpx.AsyncClient(transport=answers) as client:
+            await read_stream(client, "http://server", {}, sent, lambda: 0.0)
+        return sent
+
+    sent = asyncio.run(ask())
+    assert sent.whole == whole and ("broke off" in sent.error) != whole
+    assert len(sent.pieces) == 1
+
+
 def test_a_real_server_under_load() -> None:
     """Every answer has its planned length, times are in order, and a full queue shows as refusals."""
     plan = [Planned(0.02 * i, 5 + i, 6 + i) for i in range(10)]
@@ -116,7 +156,7 @@ def test_a_real_server_under_load() -> None:
         url: str = service.url  # type: ignore[attr-defined]
         target = look_at(url)
         assert target.model == "tiny" and target.max_context == 4096
-        bodies = bodies_for(plan, target.pool, target.model)
+        bodies = bodies_for(plan, target)
         assert [len(b["prompt"]) for b in bodies] == [p.num_prompt for p in plan]
         sent = asyncio.run(send_all(url, plan, bodies))
         for planned, one in zip(plan, sent, strict=True):
@@ -126,7 +166,7 @@ def test_a_real_server_under_load() -> None:
     with running(max_requests=1, max_queue=0) as service:
         url = service.url  # type: ignore[attr-defined]
         burst = [Planned(0.0, 8, 200)] * 6
-        sent = asyncio.run(send_all(url, burst, bodies_for(burst, target.pool, "tiny")))
+        sent = asyncio.run(send_all(url, burst, bodies_for(burst, target)))
         summary = summarize(sent, Slo())
         assert summary.num_refused >= 1 and summary.num_failed == 0
         assert summary.num_whole + summary.num_refused == 6

@@ -109,22 +109,6 @@ def fit(plan: Sequence[Planned], max_context: int) -> tuple[list[Planned], int]:
     return fitted, sum(a != b for a, b in zip(fitted, plan, strict=True))
 
 
-def bodies_for(plan: Sequence[Planned], pool: Sequence[int], model: str, seed: int = 0) -> list[dict[str, Any]]:
-    noise = random.Random(seed)
-    return [
-        {
-            "model": model,
-            "prompt": noise.choices(pool, k=ask.num_prompt),
-            "max_tokens": ask.num_new,
-            "ignore_eos": True,
-            "temperature": 0,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-        for ask in plan
-    ]
-
-
 def mean_rate(plan: Sequence[Planned]) -> float:
     gaps = [b.at - a.at for a, b in itertools.pairwise(plan)]
     return 1 / statistics.mean(gaps) if gaps and sum(gaps) > 0 else 0.0
@@ -290,7 +274,7 @@ async def read_stream(
             if answer.status_code != 200:
                 sent.error = (await answer.aread()).decode(errors="replace")[:300]
                 return
-            ended = False
+            ended = finished = False
             async for line in answer.aiter_lines():
                 if not line.startswith("data: "):
                     continue
@@ -302,13 +286,16 @@ async def read_stream(
                     sent.error = str(chunk["error"])[:300]
                     return
                 text = "".join(choice["text"] for choice in chunk["choices"])
+                last = any(choice.get("finish_reason") for choice in chunk["choices"])
+                finished = finished or last
                 # The last piece may have no text, but a user notices that the answer has ended.
-                if text or any(choice.get("finish_reason") for choice in chunk["choices"]):
+                if text or last:
                     sent.pieces.append(now())
                     sent.text += text
                 if chunk.get("usage"):
                     sent.num_tokens = chunk["usage"]["completion_tokens"]
-            if not ended:
+            # `transformers serve` sends no [DONE], but why an answer ended, and its tokens.
+            if not ended and not (finished and sent.num_tokens):
                 sent.error = "the stream broke off before [DONE]"
     except (httpx.HTTPError, ValueError, KeyError) as error:
         sent.error = f"{type(error).__name__}: {error}"
@@ -320,6 +307,24 @@ class Target:
     model: str
     max_context: int
     pool: tuple[int, ...]  # token ids of a real text
+    decode: Callable[[Sequence[int]], str] | None = None  # for a server that takes its prompts as text only
+
+
+def bodies_for(plan: Sequence[Planned], target: Target, seed: int = 0) -> list[dict[str, Any]]:
+    """Prompts of the planned lengths that share no beginning, and answers that run to theirs."""
+    noise = random.Random(seed)
+    asked: dict[str, Any] = {"model": target.model, "temperature": 0, "stream": True}
+    if target.decode is None:
+        asked |= {"ignore_eos": True, "stream_options": {"include_usage": True}}
+    return [asked | {"prompt": _prompt(ask, target, noise), "max_tokens": ask.num_new} for ask in plan]
+
+
+def _prompt(ask: Planned, target: Target, noise: random.Random) -> list[int] | str:
+    if target.decode is None:
+        return noise.choices(target.pool, k=ask.num_prompt)
+    # Text that was in one piece has about as many tokens when it is read again; tokens drawn one by one have fewer.
+    first = noise.randrange(len(target.pool))
+    return target.decode(list(itertools.islice(itertools.cycle(target.pool), first, first + ask.num_prompt)))
 
 
 def look_at(url: str, *, api_key: str | None = None) -> Target:
@@ -409,21 +414,23 @@ def run_load(
     save: Path | None = None,
     about: dict[str, Any] | None = None,
     note: str = "",
+    target: Target | None = None,
 ) -> Summary:
     """Load a server, print the table, write a run folder with requests.jsonl and report.html.
 
-    `save` is a file to which one result line is appended; `about` is added to its config.
+    `save` is a file to which one result line is appended; `about` is added to its config. `target` is what is known of
+    a server that cannot be asked (`look_at`).
     """
     check_save(save)
-    target = look_at(url, api_key=api_key)
+    target = target or look_at(url, api_key=api_key)
     plan, shortened = fit(plan, target.max_context)
     folder = new_run_folder("bench-serve")
     log = RunLog(folder)
     if shortened:
         log.say(f"{shortened} of {len(plan)} requests were shortened to the context of {target.max_context}")
-    bodies = bodies_for(plan, target.pool, target.model, seed)
+    bodies = bodies_for(plan, target, seed)
     with log.progress(len(plan), "requests") as bar:
-        sent = asyncio.run(send_all(url, plan, bodies, api_key=api_key, done=lambda: bar.advance(1)))
+        sent = asyncio.run(send_all(target.url, plan, bodies, api_key=api_key, done=lambda: bar.advance(1)))
     summary = summarize(sent, slo)
     shown = summary_table(summary, slo)
     shown.print()
