@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-httpx = pytest.importorskip("httpx")
+pytest.importorskip("httpx")
+import httpx
 from serving import running
 
 from benchmarks import results, serve, soak
