@@ -492,8 +492,8 @@ def main() -> None:
 
 
 def at_once(rows: Sequence[Row], seconds: float, repeats: int) -> None:
-    """One process for each (what, width); about half of the time is spent compiling. Products are chosen before, alone,
-    because timing beside other processes gives bad choices."""
+    """One process for each (what, width), as many at a time as the GPU has memory for; about half of the time is spent
+    compiling. Products are chosen before, alone, because timing beside other processes gives bad choices."""
     began = time.monotonic()
     widths = sorted({str(width) for _, width, _, _ in rows})
     cases = dict.fromkeys(case for *_, each, _ in rows for case in each)
@@ -509,11 +509,35 @@ def at_once(rows: Sequence[Row], seconds: float, repeats: int) -> None:
             f"the process that chooses products failed with exit code {error.returncode}; what it said is above, and "
             f"--what tune --widths {' '.join(widths)} runs it alone"
         ) from None
-    left = seconds - (time.monotonic() - began)
-    with tempfile.TemporaryDirectory() as folder:
-        told = run_in_turns(commands(rows, repeats), Path(folder), patience=0.55 * left, seconds=left)
-    for (what, width, _, _), end in zip(rows, told, strict=True):
-        print(f"{what} {width}: {end}", flush=True)
+    num_left = len(rows)
+    for some in rounds(rows, 0.9 * torch.cuda.mem_get_info()[0] / 2**30):
+        left = (seconds - (time.monotonic() - began)) * len(some) / num_left
+        num_left -= len(some)
+        with tempfile.TemporaryDirectory() as folder:
+            told = run_in_turns(commands(some, repeats), Path(folder), patience=0.55 * left, seconds=left)
+        for (what, width, _, _), end in zip(some, told, strict=True):
+            print(f"{what} {width}: {end}", flush=True)
+
+
+def rounds(rows: Sequence[Row], gib: float) -> list[list[Row]]:
+    """The rows in order, in groups whose processes fit into so much memory together; a group has at least one."""
+    found: list[list[Row]] = [[]]
+    for row in rows:
+        if found[-1] and sum(map(gib_of, (*found[-1], row))) > gib:
+            found.append([])
+        found[-1].append(row)
+    return found
+
+
+def gib_of(row: Row) -> float:
+    """Memory of a row's process, in which dense and all cases are ready at once: 9 and 13 GiB were seen for a case of
+    steps at widths of 4,096 and 5,120, and 10 for all cases of a layer."""
+    what, width, cases, _ = row
+    if what != "step":
+        return 10.0
+    weights = sum(p.numel() for p in on_paper(width, "dense").parameters())
+    graphs = 2.5 if width <= GRAPHED else 0.0
+    return (len(cases) + 1) * (20 * weights / 2**30 + graphs)
 
 
 def commands(rows: Sequence[Row], repeats: int) -> list[list[str]]:

@@ -63,12 +63,22 @@ def test_products_are_chosen_before_anything_else_runs(monkeypatch: pytest.Monke
     monkeypatch.setattr(
         train_sparse24, "run_in_turns", lambda asked, *_, **__: happened.append(asked) or ["done"] * len(asked)
     )
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (144 * 2**30, 144 * 2**30))
     monkeypatch.setattr("sys.argv", ["bench", "--at-once", "60", "--widths", "768", "5120", "--what", "step", "block"])
     train_sparse24.main()
     first, rows = happened
     assert first[3:8] == ["--what", "tune", "--widths", "5120", "768"]
     assert {"FST", "S-STE", *train_sparse24.EXACT} <= set(first[8:])
     assert [(c[4], c[6]) for c in rows] == [("step", "5120"), ("block", "5120"), ("step", "768")]
+
+
+def test_processes_run_together_as_far_as_memory_goes() -> None:
+    rows = train_sparse24.AT_ONCE
+    for gib in (1.0, 60.0, 125.0, 1000.0):
+        groups = train_sparse24.rounds(rows, gib)
+        assert [row for group in groups for row in group] == list(rows)
+        assert all(len(group) == 1 or sum(map(train_sparse24.gib_of, group)) <= gib for group in groups)
+    assert len(train_sparse24.rounds(rows, 1.0)) == len(rows) and len(train_sparse24.rounds(rows, 1000.0)) == 1
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from torch import Tensor
 from shoestring.formats import convert, pack, parse_format
 from shoestring.kernels.attention.decode_attention import decode_attention_ref_
 from shoestring.kernels.attention.paged_attention import paged_attention
+from shoestring.kernels.runtime.compile_ahead import rehearsal
 from shoestring.kernels.runtime.host_ring import to_device
 from shoestring.kernels.sampling.sample_tokens import sample_tokens_ref_
 from shoestring.model import Decoder
@@ -357,6 +358,28 @@ def test_several_steps_are_one_launch(num: int, monkeypatch: pytest.MonkeyPatch)
         whole = len(want) if request.finish_reason != "abort" else len(request.new_tokens)
         assert request.new_tokens == want[:whole]
     assert engine.cache.pool.num_used == 0 and set(launched) == {1, num} and launched.count(num) > 10
+
+
+@pytest.mark.parametrize(
+    ("rows_each", "want"), [([1], [(1, 1), (1, 4), (1, 2)]), ([1, 3], [(1, 1), (3, 1)])], ids=["plain", "drafts"]
+)
+def test_a_rehearsal_meets_the_launches_of_several_steps(
+    rows_each: list[int], want: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether a text has them depends on the time of a step, which a rehearsal cannot tell. With drafts none has."""
+    runner, plain, made = Engine(tiny_decoder(), graphs=True).runner, DecodeGraph.__init__, []
+
+    def init(graph: DecodeGraph, *given: Any, **options: Any) -> None:
+        plain(graph, *given, **options)
+        made.append((graph.rows_each, graph.num_steps))
+
+    monkeypatch.setattr(DecodeGraph, "__init__", init)
+    with rehearsal():
+        runner.rehearse([1], ["greedy"], rows_each)
+    assert made == want
+    made.clear()
+    runner.warm_up_decode(1, ["greedy"], rows_each)
+    assert made == [(each, 1) for each in rows_each], "steps that were not timed come one at a time"
 
 
 def test_rules_and_log_probabilities_see_logits() -> None:

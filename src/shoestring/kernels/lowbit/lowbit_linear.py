@@ -27,6 +27,7 @@ from shoestring.hardware.device import device_limits
 from shoestring.kernels.gemv.row_linear import row_linear_ref
 from shoestring.kernels.lowbit import few_rows, many_rows
 from shoestring.kernels.lowbit.chunk_layout import CHUNK_ROWS, DENSE, ChunkLayout, ceil_div, unpack_chunks
+from shoestring.kernels.runtime.eager_operator import call_operator
 from shoestring.kernels.runtime.nvrtc import (
     NvrtcError,
     compile_kernel,
@@ -125,9 +126,8 @@ def lowbit_linear(x: Tensor, chunks: Tensor, table: Tensor | None, bias: Tensor 
     if torch.is_grad_enabled() and x.requires_grad:
         weight = decode_chunks(chunks, table, layout, x.shape[-1], x.dtype)
         return F.linear(x, weight, bias)
-    return torch.ops.shoestring.lowbit_linear(
-        x, chunks, table, bias, layout.bits, layout.group, layout.scales, layout.bf16_scale
-    )
+    settings = layout.bits, layout.group, layout.scales, layout.bf16_scale
+    return call_operator(_lowbit_linear_op, _lowbit_linear, x, chunks, table, bias, *settings)
 
 
 def lowbit_row_linear(
@@ -166,8 +166,7 @@ def decode_chunks(chunks: Tensor, table: Tensor | None, layout: ChunkLayout, wid
     return decode_chunks_ref(chunks, table, layout, width).to(dtype)
 
 
-@torch.library.custom_op("shoestring::lowbit_linear", mutates_args=())
-def _lowbit_linear_op(
+def _lowbit_linear(
     x: Tensor,
     chunks: Tensor,
     table: Tensor | None,
@@ -189,6 +188,9 @@ def _lowbit_linear_op(
     return F.linear(x_MK, weight, bias).view(shape)
 
 
+_lowbit_linear_op = torch.library.custom_op("shoestring::lowbit_linear", _lowbit_linear, mutates_args=())
+
+
 @_lowbit_linear_op.register_fake
 def _(x: Tensor, chunks: Tensor, *rest: object) -> Tensor:
     return x.new_empty(*x.shape[:-1], chunks.shape[0] * CHUNK_ROWS)
@@ -204,12 +206,17 @@ def parts_usable(x: Tensor) -> bool:
     return triton_usable(x)
 
 
-@torch.library.custom_op("shoestring::lowbit_parts_linear", mutates_args=())
 def lowbit_parts_linear(
     x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor | None, table: Tensor | None, bias: Tensor | None, bits: int
 ) -> Tensor:
     """x [..., in] times the weight of stored parts: codes [out, in*bits/8], scale [out, groups(, scales)], and a zero
     point [out, groups] or a table."""
+    return call_operator(_parts_linear_op, _parts_linear, x, codes, scale, zero, table, bias, bits)
+
+
+def _parts_linear(
+    x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor | None, table: Tensor | None, bias: Tensor | None, bits: int
+) -> Tensor:
     from shoestring.kernels.lowbit.lowbit_linear_triton import _lowbit_parts_kernel
 
     assert (zero is None) != (table is None)
@@ -230,6 +237,9 @@ def lowbit_parts_linear(
     return y.view(*x.shape[:-1], out)
 
 
-@lowbit_parts_linear.register_fake
+_parts_linear_op = torch.library.custom_op("shoestring::lowbit_parts_linear", _parts_linear, mutates_args=())
+
+
+@_parts_linear_op.register_fake
 def _(x: Tensor, codes: Tensor, *rest: object) -> Tensor:
     return x.new_empty(*x.shape[:-1], codes.shape[0])

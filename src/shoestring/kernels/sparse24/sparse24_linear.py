@@ -31,6 +31,7 @@ from shoestring.hardware.device import BLOCK_RESERVED, H200, DeviceLimits, devic
 from shoestring.hardware.plan_table import PlanTable, overridden
 from shoestring.kernels.lowbit.chunk_layout import CHUNK_ROWS, aligned, ceil_div
 from shoestring.kernels.lowbit.lowbit_linear import chunks_usable
+from shoestring.kernels.runtime.eager_operator import call_operator
 from shoestring.kernels.runtime.nvrtc import SOURCES, Kernel, compile_kernel, cuda_source, pointer
 from shoestring.kernels.sparse24.chunk_layout24 import CHUNK_WIDTH, ChunkLayout24, decode_chunks24_ref
 
@@ -242,7 +243,8 @@ def sparse24_linear(x: Tensor, chunks: Tensor, bias: Tensor | None, layout: Chun
     """x [..., in] times the weight in `chunks` (in the order of chunk_layout24.py); out is a multiple of 16."""
     if torch.is_grad_enabled() and x.requires_grad:
         return F.linear(x, decode(chunks, layout, x.shape[-1], x.dtype), bias)
-    return torch.ops.shoestring.sparse24_linear(x, chunks, bias, layout.bits, layout.group, layout.bf16_scale)
+    settings = layout.bits, layout.group, layout.bf16_scale
+    return call_operator(_sparse24_linear_op, _sparse24_linear, x, chunks, bias, *settings)
 
 
 def decode(chunks: Tensor, layout: ChunkLayout24, width: int, dtype: torch.dtype) -> Tensor:
@@ -253,10 +255,7 @@ def decode(chunks: Tensor, layout: ChunkLayout24, width: int, dtype: torch.dtype
     return decode_chunks24_ref(chunks, layout, width).to(dtype)
 
 
-@torch.library.custom_op("shoestring::sparse24_linear", mutates_args=())
-def _sparse24_linear_op(
-    x: Tensor, chunks: Tensor, bias: Tensor | None, bits: int, group: int, bf16_scale: bool
-) -> Tensor:
+def _sparse24_linear(x: Tensor, chunks: Tensor, bias: Tensor | None, bits: int, group: int, bf16_scale: bool) -> Tensor:
     layout = ChunkLayout24(bits, group, bf16_scale)
     x_MK = x.reshape(-1, x.shape[-1])
     shape = (*x.shape[:-1], chunks.shape[0] * CHUNK_ROWS)
@@ -264,6 +263,9 @@ def _sparse24_linear_op(
     if kernel and 0 < x_MK.shape[0] <= MOST_ROWS:
         return sparse24_rows_cuda(x_MK, chunks, bias, layout).view(shape)
     return F.linear(x_MK, decode(chunks, layout, x.shape[-1], x.dtype), bias).view(shape)
+
+
+_sparse24_linear_op = torch.library.custom_op("shoestring::sparse24_linear", _sparse24_linear, mutates_args=())
 
 
 @_sparse24_linear_op.register_fake

@@ -224,15 +224,17 @@ class GraphCache:
         each = padded_size(max(s.num for s in spans), ROWS_EACH)
         return padded_size(len(spans), REQUESTS if each == 1 else REQUESTS_DRAFTED), each
 
-    def capture_decode(self, num: int, each: int, kind: SamplingKind, skip: SkipSet | None = None) -> None:
-        """Make the graph of such a step now, unless it exists."""
+    def capture_decode(
+        self, num: int, each: int, kind: SamplingKind, skip: SkipSet | None = None, *, grouped: bool = True
+    ) -> None:
+        """Make the graph of such a step now, unless it exists; `grouped`: that of several steps in a launch, too."""
         for long in (False, True):  # the first tells whether the second differs
             if not long or self._long_differs(num * each, skip):
                 key = (num, each, kind, "" if skip is None else skip.id, long)
                 found = self.find(key, num, functools.partial(DecodeGraph, self, num, each, kind, skip, long))
-                if isinstance(found, DecodeGraph) and (most := found.steps_per_launch) > 1:
-                    make = functools.partial(DecodeGraph, self, num, each, kind, skip, long, num_steps=most)
-                    self.find(self._steps_key(num, kind, skip, long, most), num, make)
+                for num_steps in found.groups if grouped and isinstance(found, DecodeGraph) else ():
+                    make = functools.partial(DecodeGraph, self, num, each, kind, skip, long, num_steps=num_steps)
+                    self.find(self._steps_key(num, kind, skip, long, num_steps), num, make)
 
     def graph(self, key: tuple[object, ...], spans: Sequence[RowSpan], make: Callable[[], CapturedStep]) -> Any:
         """The graph of this key, made when first needed, with block tables and KV cache ready for these rows."""
@@ -504,9 +506,17 @@ class DecodeGraph(CapturedStep):
     def steps_per_launch(self) -> int:
         """How many such steps to launch at once, where they follow each other: the device waits between two launches,
         which counts where steps are short, and tokens come all at once, which counts where they are long."""
+        return self.groups[0] if self.groups else 1
+
+    @property
+    def groups(self) -> Sequence[int]:
+        """Numbers of steps of one launch that such steps may come in. A rehearsal meets all of them: it takes no
+        time that would tell."""
         if self.rows_each > 1 or self.kind == "logits" or self.num_requests > GROUPED_REQUESTS:
-            return 1
-        return next((num for num in STEPS_PER_LAUNCH if num * self._seconds <= GROUP_SECONDS), 1)
+            return ()
+        if rehearsed() is not None:
+            return STEPS_PER_LAUNCH
+        return [num for num in STEPS_PER_LAUNCH if num * self._seconds <= GROUP_SECONDS][:1]
 
     def fill(
         self, spans: Sequence[RowSpan], tokens: Sequence[int] | None, samplings: Sequence[Sampling] | None

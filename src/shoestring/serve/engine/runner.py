@@ -284,14 +284,15 @@ class Runner:
     def warm_up_decode(
         self, max_requests: int, kinds: Sequence[SamplingKind], rows_each: Sequence[int], skip: SkipSet | None = None
     ) -> None:
-        """Make the graphs of decode steps of 1 to max_requests requests with so many rows each."""
+        """Make the graphs of decode steps of 1 to max_requests requests with so many rows each. Where requests may have
+        drafts, steps are launched one at a time."""
         if self.ready():
             assert self._graphs is not None
             for each in rows_each:
                 sizes = sizes_up_to(max_requests, REQUESTS if each == 1 else REQUESTS_DRAFTED)
                 for num, kind in product(reversed(sizes), kinds):  # the largest first: tables grow once
                     if num * each <= MAX_ROWS:
-                        self._graphs.capture_decode(num, each, kind, skip)
+                        self._graphs.capture_decode(num, each, kind, skip, grouped=len(rows_each) == 1)
 
     def warm_up_prefill(
         self, max_requests: int, max_rows: int, kinds: Sequence[SamplingKind], skip: SkipSet | None = None
@@ -317,7 +318,7 @@ class Runner:
             assert self._graphs is not None
             for num, kind, each in product(nums, kinds, rows_each):
                 if num * each <= MAX_ROWS:
-                    self._graphs.capture_decode(num, each, kind, skip)
+                    self._graphs.capture_decode(num, each, kind, skip, grouped=len(rows_each) == 1)
             self._run_eager([PROMPT], 0)
 
     def rehearse_prefill(self, max_requests: int, kinds: Sequence[SamplingKind]) -> None:
