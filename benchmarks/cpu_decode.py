@@ -15,8 +15,9 @@ Speed: greedy, `--prompt` tokens in, `--new` out, one request, the time of every
 own process, and the rows take turns, `--rounds` times, so that a busy machine slows all of them; waiting rows sleep.
 Wall time and processor time are recorded (the latter for one thread only; it is meaningful on a busy machine), and how
 fast the prompt is read, by wall time.
-Perplexity: first 6 windows of 512 tokens of the test text (the tokenised edition); for rows whose single tokens are
-computed by another function than prompts (serve/engine/cpu_decode.py) also token by token. The GGUF weights lie on a
+Perplexity: first 6 windows of 512 tokens of the test text (the tokenised edition), and as many of passages of novels
+(LAMBADA's), which no row was calibrated on; for rows whose single tokens are computed by another function than prompts
+(serve/engine/cpu_decode.py) also token by token. The GGUF weights lie on a
 4-bit grid of 32-blocks: llama.cpp's Q4_1 has no further loss, all others are quantized a second time. (Groups
 of 32 do not help: 33.0 against 34.2, since zero points are integers here and minima are real numbers there.)
 """
@@ -44,7 +45,7 @@ from benchmarks.smollm2 import need_smollm2
 from shoestring.errors import as_command
 from shoestring.formats import IntAsym, convert, keep_decoded, pack, parse_format
 from shoestring.formats.int8_activations import quantize_activations
-from shoestring.model import Decoder, load_model
+from shoestring.model import Decoder, Tokenizer, load_model
 from shoestring.model.transformer import untie_head
 from shoestring.serve import Engine, Sampling
 from shoestring.serve.engine.block_pool import BlockPool, RowSpan
@@ -62,6 +63,11 @@ ARM = "aarch64 CPU, 2 cores"  # of the figure
 CASES = ("fp32", *(f + kind for f in FORMATS for kind in KINDS), SHRUNK, *LLAMA)
 TIMED = ("fp32", *(f + kind for f in FORMATS for kind in KINDS[2:]), SHRUNK, *LLAMA)
 CONTEXT, WINDOWS = 512, 6
+TEXTS = {  # metric: what its text is
+    "perplexity": "WikiText-2 test, tokenised edition",
+    "perplexity_by_token": "WikiText-2 test, tokenised edition",
+    "perplexity_novels": "passages of novels, from LAMBADA",
+}
 
 
 def table() -> str:
@@ -73,10 +79,7 @@ def table() -> str:
 
 def _of_machine(lines: list[dict[str, Any]]) -> str:
     lines = sorted(lines, key=lambda n: n["config"].get("rounds", 0))  # of two lines about one row that of more rounds
-    quality, by_token = (
-        {n["case"]: n["value"] for n in lines if n["metric"] == metric}
-        for metric in ("perplexity", "perplexity_by_token")
-    )
+    quality, by_token, novels = ({n["case"]: n["value"] for n in lines if n["metric"] == metric} for metric in TEXTS)
     speed, reading = (
         {(n["case"], n["config"]["threads"], n["config"]["clock"]): n for n in lines if n["metric"] == metric}
         for metric in ("tokens_per_s", PROMPT)
@@ -91,23 +94,26 @@ def _of_machine(lines: list[dict[str, Any]]) -> str:
         prompts = case.removesuffix(BARE) if lines[0]["device"] == ARM else case
         cells = [case, f"{quality[prompts]:.2f}" if prompts in quality else ""]
         cells.append(f"{by_token[case]:.2f}" if case in by_token else "")
+        if novels:
+            cells.append(f"{novels[prompts]:.2f}" if prompts in novels else "")
         for clock in clocks:
             n = speed.get((case, *clock))
             cells += [f"{n['value']:.1f} ({n['p20']:.1f}-{n['p80']:.1f})", f"{n['ratio']:.2f}x"] if n else ["", ""]
         if reading:
             cells += [f"{n['value']:,.0f}" if (n := reading.get((case, t, "wall"))) else "" for t in read_threads]
         rows.append(cells)
-    header = ["SmolLM2-135M, one request", "perplexity", "token by token"]
+    header = ["SmolLM2-135M, one request", "perplexity", "token by token"] + ["novels"] * bool(novels)
     for threads, clock in clocks:
         header += [f"tokens/s, {threads} thread{'s' * (threads > 1)}, {clock} clock", "times llama.cpp's best"]
     header += [f"prompt tokens/s, {threads} thread{'s' * (threads > 1)}" for threads in read_threads]
     some = next(iter(speed.values()))
     config, notes = some["config"], {n["note"] for n in speed.values() if n["note"]}
+    more = " and of passages of novels (LAMBADA's)" if novels else ""
     said = (
         f"\n\nGreedy, {config['prompt']} tokens in, {config['new']} out; median of all steps (p20-p80). Perplexity on "
-        f"the first {CONTEXT * WINDOWS:,} tokens of the WikiText-2 test text (tokenised), context {CONTEXT}. 4-bit "
-        "weights rounded to nearest, or chosen by `shrink/ptq` with 16,384 tokens that the model wrote, from weights "
-        "that llama.cpp's Q4_1 uses as they are; its quantizer made Q4_0 and IQ4_NL of them. "
+        f"the first {CONTEXT * WINDOWS:,} tokens of the WikiText-2 test text (tokenised){more}, context {CONTEXT}. "
+        "4-bit weights rounded to nearest, or chosen by `shrink/ptq` with 16,384 tokens that the model wrote, from "
+        "weights that llama.cpp's Q4_1 uses as they are; its quantizer made Q4_0 and IQ4_NL of them. "
         f"{' '.join(sorted(notes))}"
     ).rstrip() + against_llama(speed)
     return f"**{some['device']}**\n\n" + markdown(header, rows) + said + provenance(lines)
@@ -177,29 +183,38 @@ def perplexity_by_token(model: Decoder, tokens: Tensor) -> float:
     return math.exp(total / (len(tokens) - len(tokens) // CONTEXT))
 
 
+def first_tokens(tokenizer: Tokenizer, text: str) -> Tensor:
+    tokens = torch.tensor(tokenizer.encode(text[: 10 * WINDOWS * CONTEXT]))[: WINDOWS * CONTEXT]
+    assert len(tokens) == WINDOWS * CONTEXT
+    return tokens
+
+
 def measure_quality(args: argparse.Namespace) -> None:
     loaded = load_model(need_smollm2())
     assert loaded.tokenizer is not None
-    text = (args.assets / "text/wikitext-2/test.txt").read_text()[: 10 * WINDOWS * CONTEXT]
-    tokens = torch.tensor(loaded.tokenizer.encode(text))[: WINDOWS * CONTEXT]
-    assert len(tokens) == WINDOWS * CONTEXT
+    wiki = (args.assets / "text/wikitext-2/test.txt").read_text()
+    passages = map(json.loads, (args.assets / "eval/lambada_openai.jsonl").read_text().splitlines()[:200])
+    novels = "\n\n".join(p["context"] + p["continuation"] for p in passages)
+    wiki_T, novels_T = (first_tokens(loaded.tokenizer, text) for text in (wiki, novels))
     model: Decoder | None = loaded.model
     lines = newest("cpu_decode")
     known = {(n["case"], n["metric"]): n["value"] for n in lines if n["metric"].startswith("perplexity")}
-    wanted = [(case, "perplexity") for case in args.cases if not case.endswith(BARE)]
+    whole = [case for case in args.cases if not case.endswith(BARE)]
+    wanted = [(case, metric) for case in whole for metric in ("perplexity", "perplexity_novels")]
     wanted += [(case, "perplexity_by_token") for case in args.cases if case in STEPPED]
     for case, metric in wanted:
         if (case, metric) in known and args.missing:
             continue
+        tokens = novels_T if metric == "perplexity_novels" else wiki_T
         if case in LLAMA:
             row = Row(llama(args.llama_python, case))
             value = row.ask({"perplexity": tokens.tolist(), "threads": 1})["perplexity"]
             row.close()
         else:
             built, model = build(case, args.shrunk, model), None
-            value = (perplexity if metric == "perplexity" else perplexity_by_token)(built, tokens)
+            value = (perplexity_by_token if metric == "perplexity_by_token" else perplexity)(built, tokens)
         known[case, metric] = value
-        base = known.get(("fp32", "perplexity"))
+        base = known.get(("fp32", "perplexity_novels" if metric == "perplexity_novels" else "perplexity"))
         record(
             bench="cpu_decode",
             case=case,
@@ -211,7 +226,7 @@ def measure_quality(args: argparse.Namespace) -> None:
             ratio=base / value if base else None,
             quality={"perplexity": round(value, 3)},
             config={"model": MODEL, "context": CONTEXT, "tokens": WINDOWS * CONTEXT},
-            note="WikiText-2 test, tokenised edition",
+            note=TEXTS[metric],
         )
         print(f"{case:44} {metric} {value:.2f}", flush=True)
 
@@ -406,7 +421,7 @@ def llama(python: str, case: str) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=["quality", "speed", "one"], help="one: what speed starts for each row")
-    parser.add_argument("--assets", type=Path, help="holds text/wikitext-2/{valid,test}.txt; for quality")
+    parser.add_argument("--assets", type=Path, help="holds text/wikitext-2/ and eval/lambada_openai.jsonl; for quality")
     parser.add_argument("--llama-python", default="", help="an interpreter with llama-cpp-python")
     parser.add_argument("--shrunk", type=Path, help="the model/ folder of a run of shrink/ptq with format=int4:g64")
     parser.add_argument("--cases", nargs="*", choices=CASES, help="left out: those of the table")

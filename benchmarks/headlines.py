@@ -136,8 +136,9 @@ def kernel() -> list[str]:
         "int4 matrix product, 1 and 16 rows",
         "14,336 x 4,096, groups of 128",
         GPU,
-        f"bf16 cuBLAS of the same run 1x; humming (symmetric) {peer[0]['ratio']:.1f}x and {peer[1]['ratio']:.1f}x",
-        f"{one['ratio']:.1f}x and {many['ratio']:.1f}x",
+        f"bf16 cuBLAS of the same run 1x; humming (symmetric, run at {peer[0]['commit']}) {peer[0]['ratio']:.1f}x and "
+        f"{peer[1]['ratio']:.1f}x",
+        f"{one['ratio']:.1f}x and {many['ratio']:.1f}x ({one['commit']})",
         link("kernels", "kernels.md"),
     ]
 
