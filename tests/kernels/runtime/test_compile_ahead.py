@@ -87,9 +87,9 @@ def test_texts_do_not_depend_on_a_rehearsal(format: str, tmp_path: Path, monkeyp
     noted: list[int] = []
     plain = compile_ahead.Missing.compile
 
-    def compile(missing: compile_ahead.Missing) -> None:
+    def compile(missing: compile_ahead.Missing) -> bool:
         noted.append(len(missing))
-        plain(missing)
+        return plain(missing)
 
     monkeypatch.setattr(compile_ahead.Missing, "compile", compile)
     prompts, sampling = [[1, 2, 3, 4, 5, 6], [7, 8]], Sampling(max_tokens=12, ignore_eos=True)

@@ -77,6 +77,45 @@ def test_the_same_drafts_and_the_same_text(num_drafts: int, dtype: torch.dtype, 
     assert by_way[False].num_chained == 0 and by_way[True].num_chained > 10
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("num", [1, 3])
+def test_prompts_are_read_in_one_launch(num: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph where the rows are few enough; drafts and texts are those of a drafter that reads pass by pass."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+    target = tiny_decoder(0, max_positions=1024).to(device)
+    model, draw = near_copy(target, 0.03), random.Random(num)
+    prompts = [[draw.randrange(29) for _ in range(n)] for n in (40, 25, 60, 30, 700, 33, 45)]
+    plain = [c.token_ids for c in Engine(target, max_requests=num).generate(prompts, Sampling(max_tokens=20))]
+    said: dict[bool, list[list[int]]] = {}
+    for graphs in (False, True):
+        recorder = Recorder(model, graphs=graphs)
+        read: list[int] = []
+
+        def heard(kind: str, rows: int, passes: int = 1, read: list[int] = read) -> None:
+            if kind == "prefill":
+                read.append(rows)
+
+        monkeypatch.setattr(recorder.runner, "on_launch", heard)
+        engine = Engine(target, max_requests=num, drafter=recorder, num_drafts=3)
+        assert [c.token_ids for c in engine.generate(prompts, Sampling(max_tokens=20))] == plain
+        said[graphs] = recorder.said
+        assert bool(read) == graphs and all(rows <= 512 for rows in read)
+    assert said[True] == said[False]
+
+
+def test_a_drafter_that_was_warmed_up_captures_nothing_for_a_prompt() -> None:
+    target = tiny_decoder(0, max_positions=256)
+    drafter = DraftModel(near_copy(target, 0.03), graphs=True)
+    engine = Engine(target, max_requests=2, max_context=128, drafter=drafter, graphs=True)
+    engine.warm_up()
+    made = drafter.num_graphs
+    draw = random.Random(0)
+    for num in (30, 64, 100):
+        engine.generate([[draw.randrange(29) for _ in range(num)]], Sampling(max_tokens=8))
+    assert made > 0 and drafter.num_graphs == made
+
+
 def test_drafts_that_are_drawn_need_their_distribution() -> None:
     target = tiny_decoder(0)
     recorder = Recorder(near_copy(target, 0.03), graphs=True)

@@ -74,6 +74,7 @@ def compile_ahead(
         if prefills:
             runner.rehearse_prefill(max_requests, kinds)
         for drafting in able[1:]:
+            drafting.rehearse_prefill(max_requests, ["greedy"])
             drafting.rehearse_chains(nums(drafting), kinds)
         for warmed in able if lengths is not None else ():
             warmed.rehearse_eager()

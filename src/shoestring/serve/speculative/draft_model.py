@@ -90,6 +90,7 @@ class DraftModel(Drafter):
         context = min(max_context + max(lengths, default=0), self.model.spec.max_positions)
         need = 2 * max_requests * self.pool.blocks_for(context) + 1  # twice: finished texts stay in the prefix cache
         self.pool.num_touched = max(self.pool.num_touched, min(self.pool.num_blocks, need))
+        self.runner.warm_up_prefill(max_requests, self.chunk, ["greedy"])  # of what it chooses nothing is used
         self.runner.warm_up_chains(max_requests, kinds, lengths)
         self.runner.warm_up_kernels(self.chunk)
 
@@ -198,7 +199,9 @@ class DraftModel(Drafter):
         most = max_chain_rows(len(requests))
         late = [r for r in requests if len(r.tokens) - len(self._cached[r.id].written) > most > 0]
         while part := self._next_rows(late, num_spared=1):
-            self._read(part)
+            batch, _ = self._take(part)
+            if self.runner.launch_prefill(batch, []) is None:  # one launch, where the rows are few enough
+                self.runner.forward(batch, once=True)
 
     def _next_rows(self, requests: list[Request], num_spared: int = 0) -> list[tuple[Request, int]]:
         """(request, rows) of the next prefill pass, shortest first: missing tokens, without the last `num_spared`."""
@@ -218,6 +221,11 @@ class DraftModel(Drafter):
 
     def _read(self, part: list[tuple[Request, int]]) -> dict[int, Tensor]:
         """One pass over rows of several requests; the last logits of each request that it completes, by id."""
+        batch, ends = self._take(part)
+        return dict(zip(ends, self.runner.forward(batch, once=True), strict=False))
+
+    def _take(self, part: list[tuple[Request, int]]) -> tuple[Batch, list[int]]:
+        """These rows as written, and the requests (their ids) that they complete: the batch has their last rows."""
         ids: list[int] = []
         spans, ends = [], {}
         for request, num in part:
@@ -230,8 +238,7 @@ class DraftModel(Drafter):
             if len(cached.written) == len(request.tokens):
                 ends[request.id] = len(ids) - 1
         rows = list(ends.values()) or [len(ids) - 1]  # a pass needs at least one row with logits
-        logits_RV = self.runner.forward(Batch(spans, ids, rows), once=True)
-        return dict(zip(ends, logits_RV, strict=False))
+        return Batch(spans, ids, rows), list(ends)
 
     def _spread(self, logits_RV: Tensor) -> Tensor:
         """Logits indexed by the target's token ids: shared noise is keyed by them."""
