@@ -78,7 +78,7 @@ def main() -> None:
 
         def measure(url: str, rate: float, options: list[str], who: str = "", target: Target | None = None) -> None:
             load, plan = planned(args, rate)
-            about = {"load": load, "weights": weights, "server": shlex.join(options)}
+            about = {"model": folder.name, "load": load, "weights": weights, "server": shlex.join(options)}
             case = ", ".join(filter(None, (load, folder.name, who)))
             save = RESULTS / f"{BENCH}.jsonl"
             run_load(url, plan, slo, case, save=save, about=about, note=note, target=target)
@@ -121,8 +121,12 @@ def pack_smollm2(folder: Path) -> str:
     return f"{FORMATS[0]}, head int8"
 
 
+def milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:,.{1 if seconds < 0.01 else 0}f}"
+
+
 def table() -> str:
-    lines = newest(BENCH)
+    lines = sorted(newest(BENCH), key=lambda n: "CPU" in n["device"])
     if not lines:
         return "Not measured yet."
     header = ["load", "tokens in, out (mean)", "requests/s offered", "completed", "tokens/s"]
@@ -131,15 +135,15 @@ def table() -> str:
         [
             n["case"],
             f"{n['config']['prompt_tokens']:.0f}, {n['config']['new_tokens']:.0f}",
-            f"{n['config']['rate']:g}",
+            f"{n['config']['rate']:.3g}",
             f"{n['quality']['num_whole']} of {n['quality']['num_sent']}",
-            f"{n['quality']['tokens_per_s']:.1f}",
-            *(" / ".join(f"{1000 * v:,.0f}" for v in n["quality"][name]) for name in ("ttft", "tpot", "itl")),
+            f"{n['quality']['tokens_per_s']:,.{0 if n['quality']['tokens_per_s'] > 1000 else 1}f}",
+            *(" / ".join(map(milliseconds, n["quality"][name])) for name in ("ttft", "tpot", "itl")),
             f"{n['value']:.2f} ({n['config']['slo_ttft_s']:g} s, {1000 * n['config']['slo_tpot_s']:g} ms)",
         ]
         for n in lines
     ]
-    notes = "".join(f"\n- {n['case']}: {n['note']}" for n in lines if n["note"])
+    notes = "".join(dict.fromkeys(f"\n- {n['case']}: {n['note']}" for n in lines if n["note"]))
     header.append("goodput, requests/s (TTFT, TPOT limits)")
     return markdown(header, rows) + (f"\n{notes}" if notes else "") + provenance(lines)
 

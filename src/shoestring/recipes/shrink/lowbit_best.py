@@ -24,7 +24,7 @@ Time:    stories260K (260k parameters), 81,920 training tokens: 30 s on one CPU 
          tokens, on an H200: 35 s for the mix, of which measuring damage takes 17 beside another process
 Expect:  SmolLM2-135M on WikiText-2, 18.5 before, from 1.05M training tokens in rows of 512
          (experiments/lowbit_quality): 30.8 to 32.2 at int2:g64 (16 rows a step; three seeds), where BitDistiller gets
-         38.9 and 40.7 from as many tokens of the same text (two seeds, its best checkpoint) and AWQ 776. At the same
+         39.7 and 40.7 from as many tokens of the same text (two seeds, its best checkpoint) and AWQ 776. At the same
          bits 28.3 to 28.9 as a mix (bits_budget=2.376 candidates=int2:g64,int2:g192,int3:g192; three seeds), where
          BitDistiller gets 33.0 and 34.6 with that mix (two seeds). With part=1 34.5 to 35.6 in one format and 32.0 to
          32.5 as a mix (on another text). At 3.50 bits 20.4 to 20.6
