@@ -27,7 +27,8 @@ SHORT_NAMES = {
     "FST 1x4 exact": "FST, exact gradient, 1x4 masks", "FST FP8 gradient": "FST, FP8 weight gradient",
     "S-STE FP8": "S-STE (MVUE) in FP8",
 }  # fmt: skip
-WHOLE, HALF = 700, 350  # steps of the short runs
+WHOLE, HALF, LARGE_BATCHES = 700, 350, 88  # steps of the short runs, the last with eight times the tokens each
+SOFT_RATE = 1.2e-3  # S-STE's best in short runs
 ENOUGH = 3  # seeds for a loss to stand in the table of the method's page
 SWEPT = ("dense", "FST exact", "SR-STE exact", "S-STE exact")
 Pairs = list[tuple[dict[str, Any], dict[str, Any]]]  # of a run and the dense run that it is compared with
@@ -109,6 +110,18 @@ def short_run_table() -> str:
 def half_run_table() -> str:
     """Rows on an eighth of the tokens, at the usual rate."""
     return table_of(at_the_usual_rate(lines_of(SHORT, schedule=WSD, steps=HALF)))
+
+
+def large_batch_table() -> str:
+    """Rows with 262,144 tokens a step."""
+    return table_of(lines_of(SHORT, schedule=WSD, steps=LARGE_BATCHES))
+
+
+def soft_table() -> str:
+    """S-STE with exact, pruned and FP8 gradients, beside dense at the same rate."""
+    lines = [n for n in lines_of(SHORT, schedule=WSD, steps=HALF) if n["config"]["lr"] == SOFT_RATE]
+    lines = [{**n, "case": n["case"].split(", rate ")[0]} for n in lines]
+    return table_of([n for n in lines if n["case"] == "dense" or n["case"].startswith("S-STE")])
 
 
 def at_the_usual_rate(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
