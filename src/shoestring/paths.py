@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from shoestring.errors import UserError, shortened
+from shoestring.errors import UserError, shortened, suggest
 from shoestring.hub import fetched, hub_id
 from shoestring.json_files import check_path, read_object
 
@@ -20,6 +20,18 @@ def expand(path: str | Path) -> Path:
         return Path(path).expanduser()
     except RuntimeError:
         return Path(path)
+
+
+def drafter_names(text: str | None) -> list[str]:
+    """The parts of a --drafter: `ngram` or draft models, joined by +. UserError where one does not exist."""
+    names = [] if text is None else text.split("+")
+    for name in names:
+        if name != "ngram" and not expand(name).exists() and hub_id(name) is None:
+            raise UserError(
+                f"there is no drafter {name}: give ngram, the path of a draft model, or several joined by +."
+                f"{suggest(name, ['ngram'])}"
+            )
+    return names
 
 
 def find_model(path: str | Path) -> Path:

@@ -35,6 +35,7 @@ from shoestring.formats import convert, pack, parse_format
 from shoestring.model import Decoder, ModelSpec, Tokenizer, load_model, save_model
 from shoestring.model.parallel import init_weights
 from shoestring.recipes.find import builtin_recipes, load_recipe
+from shoestring.serve import Engine, Sampling
 from shoestring.serve.engine.logit_rules import LogitRules, SamplingWithRules, TokenHistory, VerifyWithRules
 from shoestring.serve.http.request_schema import ApiError, CompletionBody
 from shoestring.serve.speculative.verify import verify
@@ -436,6 +437,24 @@ def test_chat_reads_lines_from_a_pipe(cli: Cli, chat_folder: Path, monkeypatch: 
     result = cli("chat", chat_folder, "--max-tokens", 4)
     assert result.code == 0
     assert [line for line in result.out.splitlines() if line.startswith("> ")] == ["> hello", "> box"]
+
+
+def test_an_empty_prompt_begins_a_new_text(cli: Cli, model_folder: Path) -> None:
+    loaded = load_model(model_folder)
+    assert loaded.tokenizer is not None and loaded.tokenizer.encode("") == [] and loaded.tokenizer.beginning
+    answer = Engine(loaded.model, loaded.tokenizer).generate([loaded.tokenizer.beginning], Sampling(max_tokens=6))
+    assert cli("generate", model_folder, "", "--max-tokens", 6).out.strip() == answer[0].text.strip()
+
+
+@pytest.mark.parametrize("command", [("generate", "the"), ("chat",), ("serve",)], ids=lambda words: words[0])
+def test_a_drafter_that_is_not_there_is_told_before_the_model_is_loaded(
+    command: tuple[str, ...], cli: Cli, chat_folder: Path
+) -> None:
+    (chat_folder / "model.safetensors").write_bytes(b"nothing that could be loaded")
+    name, *words = command
+    for drafter in ("nowhere", "ngram+nowhere", "./nowhere/else"):
+        told = cli(name, chat_folder, *words, "--drafter", drafter)
+        assert_one_line_error(told, f"no drafter {drafter.removeprefix('ngram+')}")
 
 
 def test_a_drafter_does_not_change_a_chat(cli: Cli, chat_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

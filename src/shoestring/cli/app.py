@@ -52,7 +52,7 @@ from shoestring.errors import (
     suggest,
 )
 from shoestring.json_files import check_path
-from shoestring.paths import find_model
+from shoestring.paths import drafter_names, find_model
 
 if TYPE_CHECKING:
     from shoestring.model.folder import LoadedModel
@@ -240,6 +240,7 @@ def generate(
 ) -> None:
     """Continue a text and stream it to the terminal. Under torchrun the model is split over the processes."""
     find_model(model)  # before anything heavy is imported
+    drafter_names(drafter)
     with ended_by_ctrl_c():
         from shoestring.evals.model_row import need_tokenizer
         from shoestring.serve.engine.logit_rules import LogitRules, SamplingWithRules
@@ -249,7 +250,8 @@ def generate(
     text = read_prompt(prompt)
 
     def write(loaded: LoadedModel, ranks: Ranks | None) -> None:
-        tokens = need_tokenizer(loaded).encode(text)
+        tokenizer = need_tokenizer(loaded)
+        tokens = tokenizer.encode(text) or tokenizer.beginning
         limit = loaded.spec.max_positions
         context = limit if len(tokens) >= limit else min(limit, len(tokens) + max_tokens)
         engine = open_engine(loaded, context, drafter, skip, ranks)
@@ -284,6 +286,7 @@ def chat(
 ) -> None:
     """Talk to a chat model, with its own chat template. Reads one message per line, from a pipe too."""
     find_model(model)
+    drafter_names(drafter)
     with ended_by_ctrl_c():
         from shoestring.evals.model_row import need_tokenizer
         from shoestring.model.chat import fault
@@ -392,6 +395,7 @@ def serve(
 ) -> None:
     """Serve a model over an OpenAI-compatible API, with a playground for the browser."""
     find_model(model)
+    drafter_names(drafter)
     from shoestring.device import pick_device, pick_dtype
     from shoestring.serve.http.server import ServeOptions, main
 

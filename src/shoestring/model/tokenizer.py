@@ -210,6 +210,12 @@ class Tokenizer:
 
     # --- encoding and decoding --------------------------------------------------------------------
 
+    @property
+    def beginning(self) -> list[int]:
+        """What stands in place of an empty prompt: BOS, else EOS, which ends the text before; empty without both."""
+        begin = self.eos_id if self.bos_id is None else self.bos_id
+        return [] if begin is None else [begin]
+
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids. `special` lets the post-processor add what the model expects around a text (BOS, EOS).
 

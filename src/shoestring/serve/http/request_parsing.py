@@ -293,8 +293,7 @@ def detokenize(body: DetokenizeBody, tokenizer: Tokenizer, limits: Limits) -> st
 def _prompt_ids(prompt: str | list[int], tokenizer: Tokenizer, num_new: int, limits: Limits) -> list[int]:
     """Token ids of a prompt; an empty one begins a new text."""
     if isinstance(prompt, str):
-        begin = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
-        ids = encode_within(prompt, tokenizer, num_new, limits) or ([] if begin is None else [begin])
+        ids = encode_within(prompt, tokenizer, num_new, limits) or tokenizer.beginning
     else:
         ids = prompt
     if not ids:

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 import torch
 
-from shoestring.errors import UserError, suggest
+from shoestring.errors import UserError
 from shoestring.model.transformer import Decoder
-from shoestring.paths import expand
+from shoestring.paths import drafter_names
 from shoestring.serve.engine.graphs import SamplingKind
 from shoestring.serve.engine.request import NO_DRAFT, Draft, Request
 from shoestring.serve.engine.runner import Runner
@@ -125,15 +125,10 @@ def open_drafter(text: str, target: Decoder, *, device: str = "cpu", dtype: torc
     from shoestring.model.folder import load_model
 
     drafters: list[Drafter] = []
-    for name in text.split("+"):
+    for name in drafter_names(text):
         if name == "ngram":
             drafters.append(NgramDrafter())
             continue
-        if not expand(name).exists():
-            raise UserError(
-                f"there is no drafter {name}: give ngram, the path of a draft model, or several joined by +."
-                f"{suggest(name, ['ngram'])}"
-            )
         loaded = load_model(name, device=device, dtype=dtype)
         loaded.model.eval()
         check_vocabulary(name, loaded.spec.vocab_size, target)
