@@ -42,7 +42,7 @@ from torch import Tensor
 from benchmarks.processes import child_environment
 from benchmarks.results import markdown, newest, provenance, record
 from benchmarks.smollm2 import need_smollm2
-from shoestring.errors import as_command
+from shoestring.errors import UserError, as_command
 from shoestring.formats import IntAsym, convert, keep_decoded, pack, parse_format
 from shoestring.formats.int8_activations import quantize_activations
 from shoestring.model import Decoder, Tokenizer, load_model
@@ -79,7 +79,10 @@ def table() -> str:
 
 def _of_machine(lines: list[dict[str, Any]]) -> str:
     lines = sorted(lines, key=lambda n: n["config"].get("rounds", 0))  # of two lines about one row that of more rounds
-    quality, by_token, novels = ({n["case"]: n["value"] for n in lines if n["metric"] == metric} for metric in TEXTS)
+    quality, by_token, novels = (
+        {n["case"]: n["value"] for n in lines if n["metric"] == metric}
+        for metric in ("perplexity", "perplexity_by_token", "perplexity_novels")
+    )
     speed, reading = (
         {(n["case"], n["config"]["threads"], n["config"]["clock"]): n for n in lines if n["metric"] == metric}
         for metric in ("tokens_per_s", PROMPT)
@@ -193,7 +196,10 @@ def measure_quality(args: argparse.Namespace) -> None:
     loaded = load_model(need_smollm2())
     assert loaded.tokenizer is not None
     wiki = (args.assets / "text/wikitext-2/test.txt").read_text()
-    passages = map(json.loads, (args.assets / "eval/lambada_openai.jsonl").read_text().splitlines()[:200])
+    lambada = args.assets / "eval/lambada_openai.jsonl"
+    if not lambada.is_file():
+        raise UserError(f"there is no {lambada}: --assets is the folder that holds text/wikitext-2/ and eval/")
+    passages = map(json.loads, lambada.read_text().splitlines()[:200])
     novels = "\n\n".join(p["context"] + p["continuation"] for p in passages)
     wiki_T, novels_T = (first_tokens(loaded.tokenizer, text) for text in (wiki, novels))
     model: Decoder | None = loaded.model

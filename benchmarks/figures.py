@@ -239,7 +239,8 @@ def quality_bits() -> str:
             )
         ],
         "AWQ and GPTQ are calibrated on 16,384 tokens; BitDistiller and ours train on 1,048,576 (seeds: on the page; "
-        f"in groups of 192 one rate, one seed). {SOURCE} {above} points lie above {HIGHEST:.0f} and are in the table. "
+        f"in groups of 192 one rate and seed, at 2 bits two seeds). {SOURCE} {above} points lie above {HIGHEST:.0f} "
+        "and are in the table. "
         "Several points of a method at the same bits are different grids (int, NF, FP).",
         height=340,
     )
@@ -581,12 +582,14 @@ def ttft_load() -> str:
         label = f"{who}, {c['rate']:.3g} requests/s"
         for name, seconds, color in zip(("p50", "p90", "p99"), n["quality"]["ttft"], (0, 5, 1), strict=True):
             bars.append(Bar(label if name == "p50" else "", seconds, f"{name} {1000 * seconds:,.0f} ms", color))
-    config = lines[0]["config"]
+    models = " and ".join(dict.fromkeys(f"{n['config']['model']}, {n['config']['weights']}" for n in lines))
+    prompts, answers = ([n["config"][key] for n in lines] for key in ("prompt_tokens", "new_tokens"))
     return bar_plot(
         "Time to first token under load",
-        f"{config['model']}, {config['weights']}; Azure chat trace, its first 40 seconds at three paces; {GPU}",
+        f"{models}; beginnings of the Azure chat trace at several paces; {GPU}",
         bars,
-        notes="Mean prompt 751 to 1,075 tokens, answer 154 to 263.",
+        notes=f"Mean prompt {min(prompts):,.0f} to {max(prompts):,.0f} tokens, answer {min(answers):,.0f} to "
+        f"{max(answers):,.0f}.",
         left=250,
     )
 

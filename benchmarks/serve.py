@@ -64,7 +64,6 @@ def main() -> None:
     if args.peer_rate and not args.shape:
         raise UserError("--peer-rate needs --shape: the packed model is one that `transformers serve` does not read")
     slo = Slo(args.slo_ttft, args.slo_tpot)
-    note = "; ".join(filter(None, (args.note, f"load average before it {os.getloadavg()[0]:.1f}")))
     options = ["--max-context", str(args.max_context)]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / (f"llama-{args.shape}" if args.shape else MODEL)
@@ -76,25 +75,29 @@ def main() -> None:
         else:
             options, weights = ["--int8-activations", *options], pack_smollm2(folder)
 
-        def measure(url: str, rate: float, options: list[str], who: str = "", target: Target | None = None) -> None:
+        def measure(server: str | Target, rate: float, seed: int, options: list[str], who: str = "") -> None:
             load, plan = planned(args, rate)
+            note = "; ".join(filter(None, (args.note, f"load average before it {os.getloadavg()[0]:.1f}")))
             about = {"model": folder.name, "load": load, "weights": weights, "server": shlex.join(options)}
             case = ", ".join(filter(None, (load, folder.name, who)))
             save = RESULTS / f"{BENCH}.jsonl"
-            run_load(url, plan, slo, case, save=save, about=about, note=note, target=target)
+            run_load(server, plan, slo, case, seed=seed, save=save, about=about, note=note)
 
         with own_server(str(folder), options) as url:
-            for rate in args.rate:
-                measure(url, rate, options)
+            for seed, rate in enumerate(args.rate):  # other prompts each time: the server keeps those it has read
+                measure(url, rate, seed, options)
         if args.peer_rate:
             command = peer_command(folder, args.max_context, PEER_TEXTS, device, dtype, batch_tokens=PEER_BATCH)
             with server(command, Path(f"{folder}.peer.log")) as peer:
                 peer.ready("/health", 120)
                 target = peer_target(peer.url, folder, args.max_context)
                 warm_up = [Planned(0.0, 64, 8), Planned(0.0, args.max_context // 2, 8)]
-                asyncio.run(send_all(peer.url, warm_up, bodies_for(warm_up, target)))  # makes its cache and graphs
-                for rate in args.peer_rate:
-                    measure(peer.url, rate, command[5:], "transformers serve", target)
+                # It makes its cache and graphs.
+                told = asyncio.run(send_all(peer.url, warm_up, bodies_for(warm_up, target, seed=len(args.peer_rate))))
+                if failed := [sent for sent in told if not sent.whole]:
+                    raise UserError(f"transformers serve did not answer a first request: {failed[0].error}")
+                for seed, rate in enumerate(args.peer_rate):
+                    measure(target, rate, seed, command[5:], "transformers serve")
 
 
 def planned(args: argparse.Namespace, rate: float) -> tuple[str, list[Planned]]:

@@ -509,10 +509,10 @@ def at_once(rows: Sequence[Row], seconds: float, repeats: int) -> None:
             f"the process that chooses products failed with exit code {error.returncode}; what it said is above, and "
             f"--what tune --widths {' '.join(widths)} runs it alone"
         ) from None
-    num_left = len(rows)
-    for some in rounds(rows, 0.9 * torch.cuda.mem_get_info()[0] / 2**30):
-        left = (seconds - (time.monotonic() - began)) * len(some) / num_left
-        num_left -= len(some)
+    groups = rounds(rows, 0.9 * torch.cuda.mem_get_info()[0] / 2**30)
+    timed = [sum(len(cases) * each for _, _, cases, each in group) for group in groups]
+    for number, some in enumerate(groups):
+        left = share(seconds - (time.monotonic() - began), timed[number:])
         with tempfile.TemporaryDirectory() as folder:
             told = run_in_turns(commands(some, repeats), Path(folder), patience=0.55 * left, seconds=left)
         for (what, width, _, _), end in zip(some, told, strict=True):
@@ -529,9 +529,16 @@ def rounds(rows: Sequence[Row], gib: float) -> list[list[Row]]:
     return found
 
 
+def share(seconds: float, timed: Sequence[float]) -> float:
+    """Of the seconds that are left, for the first of these rounds: half of them by their number, since each compiles,
+    and half by what they time."""
+    return seconds * (0.5 / len(timed) + 0.5 * timed[0] / max(sum(timed), 1e-9))
+
+
 def gib_of(row: Row) -> float:
     """Memory of a row's process, in which dense and all cases are ready at once: 9 and 13 GiB were seen for a case of
-    steps at widths of 4,096 and 5,120, and 10 for all cases of a layer."""
+    steps at widths of 4,096 and 5,120 (weights, gradients and moments in fp32, the rest in bf16), and 10 for all cases
+    of a layer."""
     what, width, cases, _ = row
     if what != "step":
         return 10.0

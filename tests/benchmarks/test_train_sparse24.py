@@ -81,6 +81,23 @@ def test_processes_run_together_as_far_as_memory_goes() -> None:
     assert len(train_sparse24.rounds(rows, 1.0)) == len(rows) and len(train_sparse24.rounds(rows, 1000.0)) == 1
 
 
+def test_every_round_gets_a_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float] = []
+
+    def run(commands: Any, folder: Any, *, patience: float, seconds: float) -> list[str]:
+        given.append(seconds)
+        assert 0 < patience < seconds
+        return ["done"] * len(commands)
+
+    monkeypatch.setattr(train_sparse24.subprocess, "run", lambda *_, **__: None)
+    monkeypatch.setattr(train_sparse24, "run_in_turns", run)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (80 * 2**30, 80 * 2**30))
+    train_sparse24.at_once(train_sparse24.AT_ONCE, 500.0, 5)
+    num = len(train_sparse24.rounds(train_sparse24.AT_ONCE, 72.0))
+    assert len(given) == num > 2 and min(given) > 0.4 * 500 / num
+    assert train_sparse24.share(10.0, [3.0]) == 10.0 and train_sparse24.share(10.0, [0.0]) > 0
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [

@@ -118,12 +118,21 @@ def test_prompts_are_token_ids_or_text_of_about_as_many_tokens() -> None:
     assert [len(body["prompt"]) for body in ids] == [1, 7, 40] and all(body["ignore_eos"] for body in ids)
     texts = bodies_for(plan, Target("", "m", 64, pool, decode=lambda ids: " ".join(map(str, ids))))
     for body, ask in zip(texts, plan, strict=True):
-        numbers = [int(n) for n in body["prompt"].split()]
-        assert len(numbers) == ask.num_prompt and body["max_tokens"] == 3
+        numbers = [int(n) for n in body["prompt"].split()[1:]]
+        assert len(numbers) == max(1, ask.num_prompt - 4) and body["max_tokens"] == 3
         assert all((b - a) % len(pool) == 1 for a, b in itertools.pairwise(numbers)), (
             "in one piece, from the front again"
         )
         assert "ignore_eos" not in body, "a server that takes text only may refuse it"
+
+
+@pytest.mark.parametrize("decode", [None, lambda ids: " ".join(map(str, ids))], ids=["ids", "text"])
+def test_prompts_share_no_beginning(decode: Callable[[Any], str] | None) -> None:
+    """Neither within a plan nor between plans of two seeds, which are sent to one server."""
+    plan = [Planned(0.0, 40, 1)] * 200
+    target = Target("", "m", 64, tuple(range(1000)), decode)
+    begins = [tuple(b["prompt"][:6]) for seed in (0, 1) for b in bodies_for(plan, target, seed)]
+    assert len(set(begins)) == len(begins)
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ answers cannot overload a server, and hides its queue.) Reported are
     ITL      time between two pieces of one answer
     goodput  requests per second that met both targets of the SLO (TTFT and TPOT)
 
-Prompts are token ids drawn at random from a real text, so that no two share a cached prefix, and every answer runs to
-its planned length. benchmarks/serve.py measures the rows of docs/server_load.md with this.
+Prompts are token ids drawn at random from a real text, so that no two of a plan share a cached prefix, and every answer
+runs to its planned length. benchmarks/serve.py measures the rows of docs/server_load.md with this.
 """
 
 from __future__ import annotations
@@ -307,11 +307,13 @@ class Target:
     model: str
     max_context: int
     pool: tuple[int, ...]  # token ids of a real text
-    decode: Callable[[Sequence[int]], str] | None = None  # for a server that takes its prompts as text only
+    # Of a server that knows the common fields only: prompts are text, and an answer may end early.
+    decode: Callable[[Sequence[int]], str] | None = None
 
 
 def bodies_for(plan: Sequence[Planned], target: Target, seed: int = 0) -> list[dict[str, Any]]:
-    """Prompts of the planned lengths that share no beginning, and answers that run to theirs."""
+    """Prompts of the planned lengths (as text: about) that share no beginning, and answers that run to theirs, where
+    the server can be asked for that. Plans of one server need a seed each, or its prefix cache helps."""
     noise = random.Random(seed)
     asked: dict[str, Any] = {"model": target.model, "temperature": 0, "stream": True}
     if target.decode is None:
@@ -322,9 +324,11 @@ def bodies_for(plan: Sequence[Planned], target: Target, seed: int = 0) -> list[d
 def _prompt(ask: Planned, target: Target, noise: random.Random) -> list[int] | str:
     if target.decode is None:
         return noise.choices(target.pool, k=ask.num_prompt)
-    # Text that was in one piece has about as many tokens when it is read again; tokens drawn one by one have fewer.
+    # Text that was in one piece has about as many tokens when it is read again; tokens drawn one by one have fewer. Two
+    # may begin at the same place, so a number stands in front.
     first = noise.randrange(len(target.pool))
-    return target.decode(list(itertools.islice(itertools.cycle(target.pool), first, first + ask.num_prompt)))
+    piece = itertools.islice(itertools.cycle(target.pool), first, first + max(1, ask.num_prompt - 4))
+    return f"{noise.randrange(10**6):06d} {target.decode(list(piece))}"
 
 
 def look_at(url: str, *, api_key: str | None = None) -> Target:
@@ -404,7 +408,7 @@ def _await_health(url: str, process: subprocess.Popen[str], said: list[str]) -> 
 
 
 def run_load(
-    url: str,
+    server: str | Target,
     plan: Sequence[Planned],
     slo: Slo,
     case: str,
@@ -414,15 +418,14 @@ def run_load(
     save: Path | None = None,
     about: dict[str, Any] | None = None,
     note: str = "",
-    target: Target | None = None,
 ) -> Summary:
     """Load a server, print the table, write a run folder with requests.jsonl and report.html.
 
-    `save` is a file to which one result line is appended; `about` is added to its config. `target` is what is known of
-    a server that cannot be asked (`look_at`).
+    `server` is its URL, or what is known of one that cannot be asked (`look_at`). `save` is a file to which one result
+    line is appended; `about` is added to its config.
     """
     check_save(save)
-    target = target or look_at(url, api_key=api_key)
+    target = look_at(server, api_key=api_key) if isinstance(server, str) else server
     plan, shortened = fit(plan, target.max_context)
     folder = new_run_folder("bench-serve")
     log = RunLog(folder)

@@ -360,26 +360,29 @@ def test_several_steps_are_one_launch(num: int, monkeypatch: pytest.MonkeyPatch)
     assert engine.cache.pool.num_used == 0 and set(launched) == {1, num} and launched.count(num) > 10
 
 
-@pytest.mark.parametrize(
-    ("rows_each", "want"), [([1], [(1, 1), (1, 4), (1, 2)]), ([1, 3], [(1, 1), (3, 1)])], ids=["plain", "drafts"]
-)
-def test_a_rehearsal_meets_the_launches_of_several_steps(
-    rows_each: list[int], want: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("drafter", ["none", "model", "skip"])
+def test_launches_of_several_steps_are_prepared_where_they_happen(
+    drafter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether a text has them depends on the time of a step, which a rehearsal cannot tell. With drafts none has."""
-    runner, plain, made = Engine(tiny_decoder(), graphs=True).runner, DecodeGraph.__init__, []
+    """Which of them a text has depends on the time of a step, which a rehearsal cannot tell: it meets all. With drafts
+    steps are launched one at a time."""
+    model, plain, made = tiny_decoder(), DecodeGraph.__init__, []
 
     def init(graph: DecodeGraph, *given: Any, **options: Any) -> None:
         plain(graph, *given, **options)
-        made.append((graph.rows_each, graph.num_steps))
+        graph._seconds = graphs.GROUP_SECONDS / 4
+        made.append((type(graph).__name__, graph.rows_each, graph.num_steps))
 
     monkeypatch.setattr(DecodeGraph, "__init__", init)
+    skip = SkipSet((Sublayer(1, "attn"),)) if drafter == "skip" else None
+    guess = DraftModel(near_copy(model, 0.1), graphs=True) if drafter == "model" else None
+    engine = Engine(model, max_requests=1, max_context=64, graphs=True, drafter=guess, draft_skip=skip)
     with rehearsal():
-        runner.rehearse([1], ["greedy"], rows_each)
-    assert made == want
+        engine.runner.rehearse([1], ["greedy"], [1], grouped=engine.drafter is None)
+    assert sorted({steps for _, _, steps in made}) == ([1, 2, 4] if drafter == "none" else [1])
     made.clear()
-    runner.warm_up_decode(1, ["greedy"], rows_each)
-    assert made == [(each, 1) for each in rows_each], "steps that were not timed come one at a time"
+    engine.warm_up()
+    assert len(made) > 1 and sorted({steps for _, _, steps in made}) == ([1, 4] if drafter == "none" else [1])
 
 
 def test_rules_and_log_probabilities_see_logits() -> None:

@@ -15,7 +15,7 @@ from shoestring.serve.engine import runner
 from shoestring.serve.engine.block_pool import BlockPool
 from shoestring.serve.engine.request import Draft, Output, Request
 from shoestring.serve.engine.runner import Batch, Runner
-from shoestring.serve.speculative.draft_length import DraftLengthController, DraftLengthSettings, PassCosts
+from shoestring.serve.speculative.draft_length import Decision, DraftLengthController, DraftLengthSettings, PassCosts
 from shoestring.serve.speculative.draft_model import DraftModel, trim_head
 from shoestring.serve.speculative.drafter_stack import DrafterStack
 from shoestring.serve.speculative.ngram_drafter import NgramDrafter
@@ -97,6 +97,7 @@ def test_prompts_are_read_in_one_launch(num: int, device: str, monkeypatch: pyte
                 read.append(rows)
 
         monkeypatch.setattr(recorder.runner, "on_launch", heard)
+        recorder.warm_up(num, ["greedy"], [3], 800)
         engine = Engine(target, max_requests=num, drafter=recorder, num_drafts=3)
         assert [c.token_ids for c in engine.generate(prompts, Sampling(max_tokens=20))] == plain
         said[graphs] = recorder.said
@@ -104,16 +105,28 @@ def test_prompts_are_read_in_one_launch(num: int, device: str, monkeypatch: pyte
     assert said[True] == said[False]
 
 
-def test_a_drafter_that_was_warmed_up_captures_nothing_for_a_prompt() -> None:
-    target = tiny_decoder(0, max_positions=256)
-    drafter = DraftModel(near_copy(target, 0.03), graphs=True)
-    engine = Engine(target, max_requests=2, max_context=128, drafter=drafter, graphs=True)
-    engine.warm_up()
-    made = drafter.num_graphs
-    draw = random.Random(0)
-    for num in (30, 64, 100):
-        engine.generate([[draw.randrange(29) for _ in range(num)]], Sampling(max_tokens=8))
-    assert made > 0 and drafter.num_graphs == made
+def test_graphs_of_prompts_are_made_by_a_warm_up_and_never_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A single request does not wait for them."""
+    target, draw = tiny_decoder(0, max_positions=256), random.Random(0)
+    monkeypatch.setattr(DraftLengthController, "_pick", lambda *_: Decision(2, 2, 1.0))
+    monkeypatch.setattr(DraftLengthController, "would_draft", lambda *_: True)
+    launched: list[str] = []
+    for max_requests in (1, 2):
+        drafter = DraftModel(near_copy(target, 0.03), graphs=True)
+        monkeypatch.setattr(drafter.runner, "on_launch", lambda kind, rows, passes=1: launched.append(kind))
+        engine = Engine(target, max_requests=max_requests, max_context=128, drafter=drafter, graphs=True)
+
+        def read(engine: Engine = engine) -> list[str]:
+            launched.clear()
+            for num in (30, 64, 90) * 3:
+                engine.generate([[draw.randrange(29) for _ in range(num)]], Sampling(max_tokens=8))
+            return [kind for kind in launched if kind != "chain"]
+
+        if max_requests == 1:
+            assert set(read()) == {"fused"}
+        engine.warm_up()
+        made = drafter.num_graphs
+        assert set(read()) == {"prefill"} and drafter.num_graphs == made
 
 
 def test_drafts_that_are_drawn_need_their_distribution() -> None:

@@ -259,15 +259,17 @@ class Engine:
         sizes = self.scheduler.max_requests, self.max_context, self.chunk
         lengths = self.draft_controller.lengths if self.draft_controller else ()
         self._compile_ahead(kinds, lengths, prefills)
-        warm_up_steps(self.runner, *sizes, lengths, self.skip_sets.usual, kinds, prefills)
+        warm_up_steps(self.runner, *sizes, lengths, self.skip_sets.usual, kinds, prefills, self.drafter is None)
         if self.draft_controller is not None:
-            warm_up_drafting(self.runner, self.drafter, self.draft_controller, *sizes, kinds)
+            warm_up_drafting(self.runner, self.drafter, self.draft_controller, *sizes, kinds, prefills)
         self._num_graphs, self._prepared = self.num_graphs, True
 
     def _compile_ahead(self, kinds: Sequence[SamplingKind], lengths: Sequence[int] | None, prefills: bool) -> None:
         drafters = () if self.drafter is None else self.drafter.runners()
         most = self.scheduler.max_requests
-        compile_ahead(self.runner, drafters, most, kinds, lengths, self.skip_sets.usual, prefills)
+        compile_ahead(
+            self.runner, drafters, most, kinds, lengths, self.skip_sets.usual, prefills, grouped=self.drafter is None
+        )
 
     def _prepare(self) -> None:
         """Before the first step, where nobody has warmed up."""

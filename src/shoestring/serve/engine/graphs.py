@@ -232,7 +232,7 @@ class GraphCache:
             if not long or self._long_differs(num * each, skip):
                 key = (num, each, kind, "" if skip is None else skip.id, long)
                 found = self.find(key, num, functools.partial(DecodeGraph, self, num, each, kind, skip, long))
-                for num_steps in found.groups if grouped and isinstance(found, DecodeGraph) else ():
+                for num_steps in found.group_sizes if grouped and isinstance(found, DecodeGraph) else ():
                     make = functools.partial(DecodeGraph, self, num, each, kind, skip, long, num_steps=num_steps)
                     self.find(self._steps_key(num, kind, skip, long, num_steps), num, make)
 
@@ -506,10 +506,10 @@ class DecodeGraph(CapturedStep):
     def steps_per_launch(self) -> int:
         """How many such steps to launch at once, where they follow each other: the device waits between two launches,
         which counts where steps are short, and tokens come all at once, which counts where they are long."""
-        return self.groups[0] if self.groups else 1
+        return self.group_sizes[0] if self.group_sizes else 1
 
     @property
-    def groups(self) -> Sequence[int]:
+    def group_sizes(self) -> Sequence[int]:
         """Numbers of steps of one launch that such steps may come in. A rehearsal meets all of them: it takes no
         time that would tell."""
         if self.rows_each > 1 or self.kind == "logits" or self.num_requests > GROUPED_REQUESTS:

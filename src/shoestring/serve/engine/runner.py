@@ -282,17 +282,23 @@ class Runner:
         return launch_chain(self._graphs, batch.spans, batch.tokens, samplings, num_tokens, skip)
 
     def warm_up_decode(
-        self, max_requests: int, kinds: Sequence[SamplingKind], rows_each: Sequence[int], skip: SkipSet | None = None
+        self,
+        max_requests: int,
+        kinds: Sequence[SamplingKind],
+        rows_each: Sequence[int],
+        skip: SkipSet | None = None,
+        *,
+        grouped: bool = True,
     ) -> None:
-        """Make the graphs of decode steps of 1 to max_requests requests with so many rows each. Where requests may have
-        drafts, steps are launched one at a time."""
+        """Make the graphs of decode steps of 1 to max_requests requests with so many rows each; `grouped`: those of
+        several steps in a launch, too."""
         if self.ready():
             assert self._graphs is not None
             for each in rows_each:
                 sizes = sizes_up_to(max_requests, REQUESTS if each == 1 else REQUESTS_DRAFTED)
                 for num, kind in product(reversed(sizes), kinds):  # the largest first: tables grow once
                     if num * each <= MAX_ROWS:
-                        self._graphs.capture_decode(num, each, kind, skip, grouped=len(rows_each) == 1)
+                        self._graphs.capture_decode(num, each, kind, skip, grouped=grouped)
 
     def warm_up_prefill(
         self, max_requests: int, max_rows: int, kinds: Sequence[SamplingKind], skip: SkipSet | None = None
@@ -311,14 +317,20 @@ class Runner:
                 warm_up_chains(self._graphs, num, kind, lengths)
 
     def rehearse(
-        self, nums: Sequence[int], kinds: Sequence[SamplingKind], rows_each: Sequence[int], skip: SkipSet | None = None
+        self,
+        nums: Sequence[int],
+        kinds: Sequence[SamplingKind],
+        rows_each: Sequence[int],
+        skip: SkipSet | None = None,
+        *,
+        grouped: bool = True,
     ) -> None:
         """In a rehearsal (compile_ahead.py): meet the kernels of a prompt and of decode steps of so many requests."""
         if self.ready():
             assert self._graphs is not None
             for num, kind, each in product(nums, kinds, rows_each):
                 if num * each <= MAX_ROWS:
-                    self._graphs.capture_decode(num, each, kind, skip, grouped=len(rows_each) == 1)
+                    self._graphs.capture_decode(num, each, kind, skip, grouped=grouped)
             self._run_eager([PROMPT], 0)
 
     def rehearse_prefill(self, max_requests: int, kinds: Sequence[SamplingKind]) -> None:

@@ -4,10 +4,10 @@ Capturing a graph takes tens of milliseconds, the time of many steps. A controll
 and requests that end one by one, would meet new shapes for a long time, and each capture would look like a slow step.
 So numbers of requests and of drafts are padded to few sizes (graphs.py, draft_length.py), and all of those that an
 engine can meet are captured here, for greedy and for drawn tokens. The KV cache gets its memory first, because graphs
-hold its address. Passes outside of graphs (prompts that a drafter reads, steps in which few requests have drafts) have
-kernels in a few variants, which are compiled here (`Runner.warm_up_kernels`): a compilation takes the time of a hundred
-steps. Matrix products load a kernel for many numbers of rows, the time of ten steps each: rows are padded to few
-numbers (`place_rows`), which are all met here.
+hold its address. Passes outside of graphs (long prompts, steps in which few requests have drafts) have kernels in a few
+variants, which are compiled here (`Runner.warm_up_kernels`): a compilation takes the time of a hundred steps. Matrix
+products load a kernel for many numbers of rows, the time of ten steps each: rows are padded to few numbers
+(`place_rows`), which are all met here.
 
 On a machine that has not run such a model before, dozens of kernels are compiled first. `compile_ahead` meets them in a
 rehearsal and compiles them in threads, for a first text without any other warm-up, too.
@@ -50,14 +50,15 @@ def compile_ahead(
     lengths: Sequence[int] | None,
     skip: SkipSet | None,
     prefills: bool,
+    grouped: bool,
 ) -> None:
     """Compile what first steps need, in threads, unless that was done on this machine before. `lengths`: what warm-up
-    with drafts of these lengths needs; None: no warm-up follows."""
+    with drafts of these lengths needs; None: no warm-up follows. `grouped`: several steps may be one launch."""
     # A step over experts indexes with what a kernel wrote, so it cannot be rehearsed.
     able = [r for r in (runner, *drafters) if r.device.type == "cuda" and r.fast and r.model.spec.experts is None]
     if runner not in able or not compiles_ahead():
         return
-    mark = _mark(able, max_requests, tuple(kinds), lengths, skip, prefills)
+    mark = _mark(able, max_requests, tuple(kinds), lengths, skip, prefills, grouped)
     if mark.exists():
         return
     sizes = sizes_up_to(max_requests, REQUESTS) if lengths is not None else [1]
@@ -70,11 +71,12 @@ def compile_ahead(
         fused.ready()
     done = False
     with rehearsal() as missing, suppress(Exception):  # told by the real step
-        runner.rehearse(nums(runner), kinds, [1, *(g + 1 for g in lengths or ())], skip)
+        runner.rehearse(nums(runner), kinds, [1, *(g + 1 for g in lengths or ())], skip, grouped=grouped)
         if prefills:
             runner.rehearse_prefill(max_requests, kinds)
         for drafting in able[1:]:
-            drafting.rehearse_prefill(max_requests, ["greedy"])
+            if prefills:
+                drafting.rehearse_prefill(max_requests, ["greedy"])
             drafting.rehearse_chains(nums(drafting), kinds)
         for warmed in able if lengths is not None else ():
             warmed.rehearse_eager()
@@ -105,16 +107,17 @@ def warm_up_steps(
     skip: SkipSet | None = None,
     kinds: Sequence[SamplingKind] = KINDS,
     prefills: bool = True,
+    grouped: bool = True,
 ) -> None:
     """`lengths`: drafts per request that a step may have; `skip`: the skip set that most requests have; `prefills`:
-    graphs of prefills, too."""
+    graphs of prefills, too; `grouped`: and of several steps in a launch."""
     runner.refresh()  # on a CPU this compiles the decode step in C++
     if not runner.fast:
         return
     reserve(runner, max_requests, max_context)
     if prefills:
         runner.warm_up_prefill(max_requests, chunk, kinds, skip)
-    runner.warm_up_decode(max_requests, kinds, [1, *(g + 1 for g in lengths)], skip)
+    runner.warm_up_decode(max_requests, kinds, [1, *(g + 1 for g in lengths)], skip, grouped=grouped)
     runner.warm_up_kernels(chunk)
 
 
@@ -126,12 +129,13 @@ def warm_up_drafting(
     max_context: int,
     chunk: int,
     kinds: Sequence[SamplingKind] = KINDS,
+    prefills: bool = True,
 ) -> None:
     """Warm up the drafter, and measure the passes that its controller needs to know."""
     if not runner.fast:
         return
     if drafter is not None:
-        drafter.warm_up(max_requests, kinds, controller.lengths, max_context)
+        drafter.warm_up(max_requests, kinds, controller.lengths, max_context, prefills=prefills)
     rows = 1
     while rows < 2 * min(max_requests * (1 + max(controller.lengths)), chunk):  # up to the next power of two
         controller.costs.pass_seconds(rows)

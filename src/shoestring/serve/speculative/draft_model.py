@@ -74,6 +74,8 @@ class DraftModel(Drafter):
         self.cache = self.runner.cache
         self._cached: dict[int, _CachedText] = {}  # by request id
         self.caught_up = False
+        # Once their graphs are made: made on the way they would need larger tables, for which all others are dropped.
+        self._reads_in_graphs = False
 
     def check(self, target: Decoder) -> None:
         check_vocabulary("the draft model", self.vocab_size, target)
@@ -85,12 +87,20 @@ class DraftModel(Drafter):
 
     @torch.no_grad()
     def warm_up(
-        self, max_requests: int, kinds: Sequence[SamplingKind], lengths: Sequence[int], max_context: int
+        self,
+        max_requests: int,
+        kinds: Sequence[SamplingKind],
+        lengths: Sequence[int],
+        max_context: int,
+        *,
+        prefills: bool = True,
     ) -> None:
         context = min(max_context + max(lengths, default=0), self.model.spec.max_positions)
         need = 2 * max_requests * self.pool.blocks_for(context) + 1  # twice: finished texts stay in the prefix cache
         self.pool.num_touched = max(self.pool.num_touched, min(self.pool.num_blocks, need))
-        self.runner.warm_up_prefill(max_requests, self.chunk, ["greedy"])  # of what it chooses nothing is used
+        if prefills:
+            self.runner.warm_up_prefill(max_requests, self.chunk, ["greedy"])  # of what it chooses nothing is used
+            self._reads_in_graphs = True
         self.runner.warm_up_chains(max_requests, kinds, lengths)
         self.runner.warm_up_kernels(self.chunk)
 
@@ -200,7 +210,7 @@ class DraftModel(Drafter):
         late = [r for r in requests if len(r.tokens) - len(self._cached[r.id].written) > most > 0]
         while part := self._next_rows(late, num_spared=1):
             batch, _ = self._take(part)
-            if self.runner.launch_prefill(batch, []) is None:  # one launch, where the rows are few enough
+            if not self._reads_in_graphs or self.runner.launch_prefill(batch, []) is None:  # None: too many rows
                 self.runner.forward(batch, once=True)
 
     def _next_rows(self, requests: list[Request], num_spared: int = 0) -> list[tuple[Request, int]]:

@@ -44,9 +44,16 @@ class Drafter(ABC):
         """The request ended, or was preempted and may come back. Drop all state that was kept for it."""
 
     def warm_up(  # noqa: B027
-        self, max_requests: int, kinds: Sequence[SamplingKind], lengths: Sequence[int], max_context: int
+        self,
+        max_requests: int,
+        kinds: Sequence[SamplingKind],
+        lengths: Sequence[int],
+        max_context: int,
+        *,
+        prefills: bool = True,
     ) -> None:
-        """Capture and compile everything that proposals of these lengths need, before the first request."""
+        """Capture and compile everything that proposals of these lengths need, before the first request. `prefills`:
+        also for reading many prompts."""
 
     def is_behind(self, requests: Sequence[Request]) -> bool:
         """Whether `propose` would have to read long texts of these requests first."""

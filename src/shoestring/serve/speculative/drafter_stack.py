@@ -104,10 +104,16 @@ class DrafterStack(Drafter):
             drafter.release(request)
 
     def warm_up(
-        self, max_requests: int, kinds: Sequence[SamplingKind], lengths: Sequence[int], max_context: int
+        self,
+        max_requests: int,
+        kinds: Sequence[SamplingKind],
+        lengths: Sequence[int],
+        max_context: int,
+        *,
+        prefills: bool = True,
     ) -> None:
         for drafter in self.drafters:
-            drafter.warm_up(max_requests, kinds, lengths, max_context)
+            drafter.warm_up(max_requests, kinds, lengths, max_context, prefills=prefills)
 
     def is_behind(self, requests: Sequence[Request]) -> bool:
         return any(drafter.is_behind(requests) for drafter in self.drafters)

@@ -33,10 +33,16 @@ class LayerSkipDrafter(Drafter):
         self._unions: dict[str, SkipSet] = {}  # id of a request's own skip set -> what its drafts skip
 
     def warm_up(
-        self, max_requests: int, kinds: Sequence[SamplingKind], lengths: Sequence[int], max_context: int
+        self,
+        max_requests: int,
+        kinds: Sequence[SamplingKind],
+        lengths: Sequence[int],
+        max_context: int,
+        *,
+        prefills: bool = True,
     ) -> None:
-        # A draft is decoded one row per request and pass, whatever its length.
-        self.runner.warm_up_decode(max_requests, kinds, [1], self.skip)
+        # A draft is decoded one row per request and pass, whatever its length, and each pass is a launch.
+        self.runner.warm_up_decode(max_requests, kinds, [1], self.skip, grouped=False)
 
     @torch.no_grad()
     def propose(self, requests: Sequence[Request], n: int) -> list[Draft]:
