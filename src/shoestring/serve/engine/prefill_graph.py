@@ -7,7 +7,8 @@ keyed by
     (requests, rows of all, how tokens are chosen, skip set)
 
 with the first two padded to few numbers. The token after the last row of every span is chosen on the device, and the
-next step can be launched before it is known. The token of a prompt that is not complete yet is ignored.
+next step can be launched before it is known. The token of a prompt that is not complete yet is ignored, as is all that
+is chosen where a draft model reads prompts (serve/speculative/draft_model.py): it asks for no token.
 
 Attention is launched for three kinds of spans: single rows, few rows (a new turn after a long prefix that is cached:
 its keys are cut into ranges, otherwise one program would walk all of them), and the rest. The program adds to its
