@@ -29,6 +29,7 @@ from shoestring.model.transformer import Decoder
 from shoestring.serve.engine.block_pool import BlockPool, BlockTable, RowSpan
 from shoestring.serve.engine.draft_chain_graph import max_chain_rows
 from shoestring.serve.engine.graphs import SamplingKind
+from shoestring.serve.engine.prefill_graph import PREFILL_ROWS
 from shoestring.serve.engine.request import NO_DRAFT, Draft, PendingDrafts, Request
 from shoestring.serve.engine.runner import Batch, Runner
 from shoestring.serve.engine.sampling import RowSettings
@@ -200,7 +201,7 @@ class DraftModel(Drafter):
         """Compute every committed token that is not in the cache; the logits after the last, [N, V]."""
         logits: dict[int, Tensor] = {}
         while len(logits) < len(requests):
-            logits |= self._read(self._next_rows(requests))
+            logits |= self._read(self._next_rows(requests, self.chunk))
         self._note_read(requests)
         return torch.stack([logits[r.id] for r in requests])
 
@@ -208,14 +209,17 @@ class DraftModel(Drafter):
         """Compute texts that are too long for the first pass of a chain, all but their last token."""
         most = max_chain_rows(len(requests))
         late = [r for r in requests if len(r.tokens) - len(self._cached[r.id].written) > most > 0]
-        while part := self._next_rows(late, num_spared=1):
+        # A small drafter's pass takes the host longer than the device, so several graphs are read sooner than one pass.
+        budget = min(self.chunk, PREFILL_ROWS[-1]) if self._reads_in_graphs else self.chunk
+        while part := self._next_rows(late, budget, num_spared=1):
             batch, _ = self._take(part)
-            if not self._reads_in_graphs or self.runner.launch_prefill(batch, []) is None:  # None: too many rows
+            if not self._reads_in_graphs or self.runner.launch_prefill(batch, []) is None:
                 self.runner.forward(batch, once=True)
 
-    def _next_rows(self, requests: list[Request], num_spared: int = 0) -> list[tuple[Request, int]]:
-        """(request, rows) of the next prefill pass, shortest first: missing tokens, without the last `num_spared`."""
-        part, budget = [], self.chunk
+    def _next_rows(self, requests: list[Request], budget: int, num_spared: int = 0) -> list[tuple[Request, int]]:
+        """(request, rows) of the next prefill pass, shortest first: missing tokens, without the last `num_spared`; at
+        most `budget` rows."""
+        part = []
         for request in requests:
             missing = len(request.tokens) - num_spared - len(self._cached[request.id].written)
             if missing and budget:
