@@ -104,7 +104,13 @@ def quality(bits: int) -> list[str]:
         a, b = tables.on_shared_texts(shipped, best[tables.SMOLLM2, theirs, grid])
         return a.lines, b.lines
 
+    def elsewhere(shared: list[dict[str, Any]], theirs: str) -> str:
+        """What the baseline gets on the training texts that only it has."""
+        others = [n for n in best[tables.SMOLLM2, theirs, grid].lines if not texts([n]) & texts(shared)]
+        return f" (on another training text than ours {spread(others)})" if others else ""
+
     ours, theirs = pair([n for n in lines if n["config"]["method"] == SHIPPED], "bitdistiller")
+    theirs_shown = spread(theirs) + elsewhere(theirs, "bitdistiller")
     stored = ours[0]["config"]["bits"]
     theirs_mixed = ours_mixed = mixed = ""
     alike = texts(ours) == texts(theirs)
@@ -112,6 +118,7 @@ def quality(bits: int) -> list[str]:
         shipped = [n for n in lines if n["config"]["method"].startswith(f"{SHIPPED},mix=")]
         shipped, others = pair(shipped, tables.THEIRS_MIXED)
         theirs_mixed, ours_mixed = (f", with mixed formats {spread(n)}" for n in (others, shipped))
+        theirs_mixed += elsewhere(others, tables.THEIRS_MIXED)
         if seeds(shipped, others) != seeds(ours, theirs):
             mixed = f"; mixed: {seeds(shipped, others)}"
         alike = alike and texts(shipped) == texts(others)
@@ -121,8 +128,8 @@ def quality(bits: int) -> list[str]:
         f"{tables.SMOLLM2}, WikiText-2",
         GPU,
         f"full {shown('dense', 'dense')}; no training (`shrink/ptq`, 16,384 calibration tokens) {shown(tables.TODAY)} "
-        f"on its own text, {shown(tables.WEIGHED)} on WikiText-2; BitDistiller {spread(theirs)}"
-        f"{theirs_mixed}",
+        f"on its own text, {shown(tables.WEIGHED)} on WikiText-2; BitDistiller "
+        f"{theirs_shown}{theirs_mixed}",
         f"{spread(ours)}{ours_mixed} (1M training tokens, {count})",
         link("bitdistiller", "methods/bitdistiller.md"),
     ]

@@ -12,10 +12,11 @@ Needs:   a GPU for anything but tiny models: fp32 masters, gradients and Adam's 
 Time:    stories260K (260k parameters), 81,920 training tokens: 20 to 40 s on one CPU core. Generating 270k tokens
          of text with SmolLM2-135M took 33 s on a shared H200
 Expect:  stories260K at int2:g64, perplexity 4.97 before: 12.9 with lr=1e-3, where AWQ gets 65 and GPTQ 108
-         (docs/methods/bitdistiller.md). SmolLM2-135M on WikiText-2, 18.5 before, from 1.05M training tokens: 42.0
-         to 44.1 at int2:g64 (lr=1e-3; AWQ 776; 38.1 to 40.8 at lr=5e-4 with the best of eight checkpoints, which this
-         recipe does not keep), 21.0 to 21.7 at nf3:s2:g64 (lr=4e-4; AWQ 28.3), 19.2 at int4:g64 (lr=1e-4; AWQ 21.2).
-         The published settings (8e-6, 200 steps of 128 rows) were made for models from 3B parameters
+         from 8,192 calibration tokens (docs/methods/bitdistiller.md). SmolLM2-135M on WikiText-2, 18.5 before, from
+         1.05M training tokens (AWQ: 16,384 calibration tokens): 42.0 to 44.1 at int2:g64 (lr=1e-3; AWQ 776; 38.1 to
+         40.8 at lr=5e-4 with the best of eight checkpoints, which this recipe does not keep), 21.0 to 21.7 at
+         nf3:s2:g64 (lr=4e-4; AWQ 28.3), 19.2 at int4:g64 (lr=1e-4; AWQ 21.2). The published settings (8e-6, 200 steps
+         of 128 rows) were made for models from 3B parameters
 Leaves:  a run folder with the packed model/ (or out=), self_text.jsonl, checkpoints/, evals.jsonl, report.html
 """
 

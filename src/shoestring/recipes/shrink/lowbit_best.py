@@ -24,16 +24,17 @@ Time:    stories260K (260k parameters), 81,920 training tokens: 30 s on one CPU 
          tokens, on an H200: 35 s for the mix, of which measuring damage takes 17 beside another process
 Expect:  SmolLM2-135M on WikiText-2, 18.5 before, from 1.05M training tokens in rows of 512
          (experiments/lowbit_quality): 30.8 to 32.2 at int2:g64 (16 rows a step; three seeds), where BitDistiller gets
-         39.7 and 40.7 from as many tokens of the same text (two seeds, its best checkpoint) and AWQ 776. At the same
-         bits 28.3 to 28.9 as a mix (bits_budget=2.376 candidates=int2:g64,int2:g192,int3:g192; three seeds), where
-         BitDistiller gets 33.0 and 34.6 with that mix (two seeds). With part=1 34.5 to 35.6 in one format and 32.0 to
-         32.5 as a mix (on another text). At 3.50 bits 20.4 to 20.6
-         as a mix (16 rows, part=0.3) and 20.9 to 21.2 in nf3:s2:g64 (32 rows, part=0.6 gamma=0.5), where BitDistiller
-         gets 20.5 to 20.9 with the same mix and 21.0 to 21.7 without (other batches and parts at 3 bits, the usual ones
-         among them, were not measured there); 19.2 at int4:g64 (16 rows; with 32 rows and teacher=cached gamma=none
-         19.1), where shrink/bitdistiller gets 19.2. stories260K, 5.0 before (81,920 tokens, 8 rows of 128 a step; three
-         seeds): 10.6 to 10.8 at int2:g64, 9.8 to 10.1 with part=1, against 11.7 to 12.2; 5.7 to 5.8 in nf3:s2:g64
-         against 5.8 to 5.9; as a mix at 3.5 bits, at other rates and with the block-wise stage, 5.5 against 5.5 to 5.6.
+         39.7 and 40.7 from as many tokens of the same text (two seeds, its best checkpoint) and AWQ 776 (16,384
+         calibration tokens). At the same bits 28.3 to 28.9 as a mix (bits_budget=2.376
+         candidates=int2:g64,int2:g192,int3:g192; three seeds), where BitDistiller gets 33.0 and 34.6 with that mix (two
+         seeds). With part=1 34.5 to 35.6 in one format and 32.0 to 32.5 as a mix (on another text). At 3.50 bits 20.4
+         to 20.6 as a mix (16 rows, part=0.3) and 20.9 to 21.2 in nf3:s2:g64 (32 rows, part=0.6 gamma=0.5), where
+         BitDistiller gets 20.5 to 20.9 with the same mix and 21.0 to 21.7 without (other batches and parts at 3 bits,
+         the usual ones among them, were not measured there); 19.2 at int4:g64 (16 rows; with 32 rows and teacher=cached
+         gamma=none 19.1), where shrink/bitdistiller gets 19.2. stories260K, 5.0 before (81,920 tokens, 8 rows of 128 a
+         step; three seeds): 10.6 to 10.8 at int2:g64, 9.8 to 10.1 with part=1, against 11.7 to 12.2; 5.7 to 5.8 in
+         nf3:s2:g64 against 5.8 to 5.9; as a mix at 3.5 bits, at other rates and with the block-wise stage, 5.5 against
+         5.5 to 5.6.
          Where little is lost there is little to win: on a model of GPT-2's small shape it is level with GPTQ and
          shrink/bitdistiller at 4 and 3 bits, and with part=1 below both at 2 (docs/methods/bitdistiller.md)
 Leaves:  a run folder with the packed model/ (or out=), errors by block in model/quantization.json, evals.jsonl,
