@@ -44,7 +44,7 @@ def cli(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> tuple[
 
 
 def find(capsys: pytest.CaptureFixture[str], *options: str) -> str:
-    small = ["calib=calib.txt", "calib_context=64", "context=64", "rows=64", "device=cpu"]
+    small = ["calib=calib.txt", "calib_context=64", "rows=64", "device=cpu"]  # context: all 128 positions
     return cli(capsys, "run", "shrink/skip_set", "model=model", *small, *options)[0]
 
 
@@ -52,7 +52,7 @@ def test_the_recipe_writes_a_set_that_generate_uses(here: Path, capsys: pytest.C
     said = find(capsys, "run=one", "speedup=1.2", "text=test.txt")
     told = json.loads((here / "one/skip.json").read_text())
     skip = SkipSet.read(here / "one/skip.json")
-    assert 1 <= len(skip) < 8 and told["notes"]["context"] == 64 and told["notes"]["speedup"] >= 1.2
+    assert 1 <= len(skip) < 8 and told["notes"]["context"] == 128 and told["notes"]["speedup"] >= 1.2
     assert told["notes"]["kl"] > 0 and "--skip one/skip.json" in said
     assert [json.loads(line)["model"] for line in (here / "one/evals.jsonl").open()] == ["before", "after"]
     assert len((here / "one/metrics.jsonl").read_text().splitlines()) == len(skip)

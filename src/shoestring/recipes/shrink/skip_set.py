@@ -15,7 +15,7 @@ Leaves:  a run folder with skip.json for --skip FILE (or --skip lossless:FILE), 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,6 +36,8 @@ from shoestring.report import Curves, Section, Series, Table, Text, eval_table, 
 from shoestring.runlog import RunLog, check_run_folder, open_run_folder, write_atomically
 from shoestring.shrink.skip_sets import SEARCHED, FoundSet, SkipGoal, calibration, find_set, left_out
 
+CONTEXT = 2048
+
 
 @dataclass(frozen=True)
 class Config:
@@ -43,7 +45,11 @@ class Config:
     method: Literal["measured", "adaskip", "lossless", "early_exit", "unified"] = option(
         "measured", "how sublayers are chosen; lossless: the best set for drafting"
     )
-    context: int = option(2048, "context length at which seconds are measured", least=2)
+    context: int | None = option(
+        None,
+        f"context length at which seconds are measured; none: {CONTEXT}, or all positions of a model with fewer",
+        least=2,
+    )
     speedup: float = option(1.3, "target speedup of a decode step; lossless: where the search ends")
     calib: str | None = option(
         None, "calibration text or corpus; none: a run's own training text, else the Python standard library"
@@ -62,7 +68,7 @@ class Config:
 
 
 def main(cfg: Config) -> Path:
-    wanted = SkipGoal(cfg.method, cfg.context, cfg.speedup, cfg.rows, cfg.lookahead)
+    wanted = SkipGoal(cfg.method, cfg.context or CONTEXT, cfg.speedup, cfg.rows, cfg.lookahead)
     if cfg.out is not None and Path(cfg.out).exists():
         raise UserError(f"out={cfg.out} exists already; give another name or remove it")
     if cfg.out is not None and cfg.out == cfg.run:
@@ -74,10 +80,13 @@ def main(cfg: Config) -> Path:
     check_apart(settings, "calib")
     device = pick_device(cfg.device)
     loaded = ready(load_model(cfg.model, device=device, dtype=pick_dtype(cfg.dtype, device)))
-    if cfg.context > loaded.spec.max_positions:
+    positions = loaded.spec.max_positions
+    if cfg.context is None:
+        wanted = replace(wanted, context=min(CONTEXT, positions))
+    if wanted.context > positions:
         raise UserError(
-            f"context={cfg.context} is more than the {loaded.spec.max_positions} positions of {cfg.model}; give "
-            f"context={loaded.spec.max_positions} or less"
+            f"context={cfg.context} is more than the {positions} positions of {cfg.model}; give context={positions} or "
+            "less"
         )
     source = cfg.calib or corpus_of_run(Path(cfg.model))[0] or "python"
     context = fitting_context("calib_context", cfg.calib_context, loaded)
@@ -103,7 +112,7 @@ def main(cfg: Config) -> Path:
     out = Path(cfg.out) if cfg.out else folder / "skip.json"
     write_atomically(out, json.dumps(found.to_json()) + "\n")
     if tokens is not None:
-        options: dict[str, Any] = {"context": cfg.context, "max_tokens": cfg.max_tokens}
+        options: dict[str, Any] = {"context": wanted.context, "max_tokens": cfg.max_tokens}
         log.evaluated(**evaluate_row(loaded, "before", tokens, text, **options))
         with left_out(loaded.model, found.skip):
             log.evaluated(**evaluate_row(loaded, "after", tokens, text, **options))
@@ -128,6 +137,6 @@ def finish(log: RunLog, folder: Path, out: Path, cfg: Config, found: FoundSet) -
     ]
     page = write_report(folder, "shrink/skip_set", sections, subtitle=str(folder))
     skipped = f"{len(found.skip.attn)} attention and {len(found.skip.mlp)} FFN sublayers skipped"
-    speed = f"{found.notes['speedup']:.2f}x by the seconds measured at {cfg.context} positions"
+    speed = f"{found.notes['speedup']:.2f}x by the seconds measured at {found.notes['context']} positions"
     log.say(f"{skipped}: {speed}; set in {out}, report in {page}. Next:\n{commands}")
     log.close()
