@@ -2,19 +2,23 @@
 
     python -m benchmarks.cpu_decode quality --assets FOLDER         about 4 minutes on one core
     python -m benchmarks.cpu_decode speed --llama-python PYTHON     3 minutes, on an idle machine
+    python -m benchmarks.cpu_decode start --llama-python PYTHON     2 minutes, on an idle machine
 
 Rows: fp32; 4-bit weights decoded to fp32 once (the default of a packed model on a CPU); the same codes multiplied with
-activations rounded to 8 bits, with an fp32 head and with an 8-bit head (its own copy of the tied embedding), the latter
-also as on a machine without a C++ compiler; llama.cpp on the GGUF file that all rows come from (Q4_1, its head Q8_0),
-through llama-cpp-python in an interpreter that has it, and on files that its own quantizer makes of it (Q4_0 and
-IQ4_NL, which it repacks for Arm and AVX2 when it loads them; the head stays Q8_0). 4-bit weights are rounded to
-nearest; with `--shrunk FOLDER`, which `shoestring run shrink/ptq model=FILE.gguf format=int4:g64` leaves, there is also
-a row of the default method of that recipe. Ratios are to the fastest row of llama.cpp.
+activations rounded to 8 bits, with an fp32 head and with an 8-bit one (the embedding in int8:g0, as recipes leave it),
+the latter also as on a machine without a C++ compiler; llama.cpp on the GGUF file that all rows come from (Q4_1, its
+head Q8_0), through llama-cpp-python in an interpreter that has it, and on files that its own quantizer makes of it
+(Q4_0 and IQ4_NL, which it repacks for Arm and AVX2 when it loads them; the head stays Q8_0). 4-bit weights are rounded
+to nearest; with `--shrunk FOLDER`, which `shoestring run shrink/ptq model=FILE.gguf format=int4:g64` leaves, there is
+also a row of the default method of that recipe. Ratios are to the fastest row of llama.cpp.
 
 Speed: greedy, `--prompt` tokens in, `--new` out, one request, the time of every step but the first. Every row has its
 own process, and the rows take turns, `--rounds` times, so that a busy machine slows all of them; waiting rows sleep.
 Wall time and processor time are recorded (the latter for one thread only; it is meaningful on a busy machine), and how
 fast the prompt is read, by wall time.
+Start: the command `shoestring generate` with one new token, from its start to its end, and the most memory that its
+process had (mapped files included); for llama.cpp a Python program that does the same. Kernels were compiled before.
+`--large FOLDER --large-gguf FILE`: of a larger model, too.
 Perplexity: first 6 windows of 512 tokens of the test text (the tokenised edition), and as many of passages of novels
 (LAMBADA's), which no row was calibrated on; for rows whose single tokens are computed by another function than prompts
 (serve/engine/cpu_decode.py) also token by token. The GGUF weights lie on a
@@ -43,13 +47,13 @@ from benchmarks.processes import child_environment
 from benchmarks.results import markdown, newest, provenance, record
 from benchmarks.smollm2 import need_smollm2
 from shoestring.errors import UserError, as_command
-from shoestring.formats import IntAsym, convert, keep_decoded, pack, parse_format
+from shoestring.formats import convert, keep_decoded, pack, parse_format
 from shoestring.formats.int8_activations import quantize_activations
 from shoestring.model import Decoder, Tokenizer, load_model
-from shoestring.model.transformer import untie_head
 from shoestring.serve import Engine, Sampling
 from shoestring.serve.engine.block_pool import BlockPool, RowSpan
 from shoestring.serve.engine.runner import Batch, Runner
+from shoestring.shrink.whole_model import with_embedding
 
 MODEL = "SmolLM2-135M-Instruct"
 FORMATS = ("int4:g64", "int4:sym:g64")
@@ -58,7 +62,9 @@ WHOLE, BARE = ", 8-bit activations and head", ", no compiler"
 SHRUNK = "int4:g64 by gptq+clip" + WHOLE  # of --shrunk
 STEPPED = (*(f + WHOLE for f in FORMATS), SHRUNK)
 KINDS = (", decoded", ", 8-bit activations", WHOLE, WHOLE + BARE)
+EMBED = "int8:g0"  # of embedding and head, as recipes leave them
 PROMPT = "prompt_tokens_per_s"
+COMMAND, MEMORY = "command_s", "peak_mb"
 ARM = "aarch64 CPU, 2 cores"  # of the figure
 CASES = ("fp32", *(f + kind for f in FORMATS for kind in KINDS), SHRUNK, *LLAMA)
 TIMED = ("fp32", *(f + kind for f in FORMATS for kind in KINDS[2:]), SHRUNK, *LLAMA)
@@ -72,7 +78,7 @@ TEXTS = {  # metric: what its text is
 
 def table() -> str:
     """A table a machine."""
-    lines = newest("cpu_decode")
+    lines = [n for n in newest("cpu_decode") if n["metric"] not in (COMMAND, MEMORY)]
     machines = dict.fromkeys(n["device"] for n in lines if n["metric"] == "tokens_per_s")
     return "\n\n".join(_of_machine([n for n in lines if n["device"] == m]) for m in machines) or "Not measured yet."
 
@@ -145,14 +151,13 @@ def build(case: str, shrunk: Path | None, model: Decoder | None = None) -> Decod
         return model
     label, _, kind = case.removesuffix(BARE).partition(", ")
     if case != SHRUNK:
-        convert(model, [("*", parse_format(label))])
+        rules = [("*", parse_format(label))]
+        convert(model, with_embedding(rules, EMBED, model) if kind.endswith("head") else rules)
         pack(model)
     if kind == "decoded":
         keep_decoded(model)
-        return model
-    if kind.endswith("head"):
-        untie_head(model, IntAsym(8, 0, symmetric=True))
-    quantize_activations(model)
+    else:
+        quantize_activations(model)
     return model
 
 
@@ -354,6 +359,78 @@ def ours(case: str, shrunk: Path | None) -> list[str]:
     return command if shrunk is None else [*command, "--shrunk", str(shrunk)]
 
 
+# -- start and memory ----------------------------------------------------------------------------------------
+
+
+def start_table() -> str:
+    lines = [n for n in newest("cpu_decode") if n["metric"] in (COMMAND, MEMORY)]
+    found = {(n["config"]["model"], n["case"], n["metric"]): n for n in lines}
+    rows = []
+    for model, case in dict.fromkeys((m, c) for m, c, _ in found):
+        seconds, peak = found[model, case, COMMAND], found[model, case, MEMORY]
+        size = f"{seconds['config']['file_mb']:,.0f}"
+        rows.append([model, case, size, f"{seconds['value']:.1f} ({seconds['p20']:.1f}-{seconds['p80']:.1f})"])
+        rows[-1].append(f"{peak['value']:,.0f}")
+    header = ["model", "", "weight files, MB", "command with one new token, s", "most memory, MB"]
+    return markdown(header, rows) + provenance(lines) if rows else "Not measured yet."
+
+
+def measure_start(args: argparse.Namespace) -> None:
+    """{(model, case): command, size of its files} in turns, one at a time."""
+    generate = [sys.executable, "-m", "shoestring", "generate"]
+    prompt = ["Once upon a time", "--max-tokens", "1"]
+    asked: dict[tuple[str, str], tuple[list[str], float]] = {}
+    models = [(MODEL, args.shrunk, need_smollm2())]
+    if args.large:
+        models.append((args.large_name, args.large, args.large_gguf))
+    for name, folder, gguf in models:
+        if folder is not None:
+            size = sum(f.stat().st_size for f in folder.glob("*.safetensors")) / 1e6
+            command = [*generate, str(folder), *prompt]
+            asked[name, "int4, decoded to fp32"] = command, size
+            asked[name, "int4, 8-bit activations"] = [*command, "--int8-activations"], size
+        if gguf is not None and args.llama_python:
+            command = [args.llama_python, "-c", LLAMA_START, str(gguf)]
+            asked[name, f"llama.cpp {gguf_type(gguf)}"] = command, gguf.stat().st_size / 1e6
+    found: dict[tuple[str, str], list[tuple[float, float]]] = {key: [] for key in asked}
+    for turn in range(args.rounds + 1):
+        for key, (command, _) in asked.items():
+            cost = cost_of(command)
+            if turn:  # the first one compiles, and reads files from the disk
+                found[key].append(cost)
+    for (name, case), costs in found.items():
+        config = {"model": name, "file_mb": round(asked[name, case][1], 1), "rounds": args.rounds, "prompt": 4}
+        for metric, unit, samples in zip((COMMAND, MEMORY), ("s", "MB"), zip(*costs, strict=True), strict=True):
+            record(bench="cpu_decode", case=case, metric=metric, unit=unit, samples=list(samples), config=config)
+        print(f"{name:24} {case:28} {statistics.median(c[0] for c in costs):6.2f} s {max(c[1] for c in costs):7.0f} MB")
+
+
+def cost_of(command: list[str]) -> tuple[float, float]:
+    """Seconds from start to end of a process, and its most memory in MB."""
+    began = time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=child_environment())
+    _, status, used = os.wait4(process.pid, 0)
+    seconds = time.perf_counter() - began
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise SystemExit(f"{' '.join(command[:6])} ended with {process.returncode}; what it said stands above")
+    return seconds, used.ru_maxrss * 1024 / 1e6
+
+
+def gguf_type(path: Path) -> str:
+    """As its name says."""
+    return next((kind for kind in ("Q4_0", "Q4_1") if kind in path.name), path.stem)
+
+
+LLAMA_START = """
+import sys
+from llama_cpp import Llama
+
+model = Llama(sys.argv[1], n_ctx=512, n_batch=512, verbose=False)
+print(model("Once upon a time", max_tokens=1, temperature=0)["choices"][0]["text"])
+"""
+
+
 # -- llama.cpp -----------------------------------------------------------------------------------------------
 
 LLAMA_SCRIPT = r"""
@@ -426,10 +503,15 @@ def llama(python: str, case: str) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=["quality", "speed", "one"], help="one: what speed starts for each row")
+    parser.add_argument(
+        "part", choices=["quality", "speed", "start", "one"], help="one: what speed starts for each row"
+    )
     parser.add_argument("--assets", type=Path, help="holds text/wikitext-2/ and eval/lambada_openai.jsonl; for quality")
     parser.add_argument("--llama-python", default="", help="an interpreter with llama-cpp-python")
     parser.add_argument("--shrunk", type=Path, help="the model/ folder of a run of shrink/ptq with format=int4:g64")
+    parser.add_argument("--large", type=Path, help="for start: the folder of a packed model, with a tokenizer")
+    parser.add_argument("--large-gguf", type=Path, help="and the file that llama.cpp reads")
+    parser.add_argument("--large-name", default="", help="and what it is")
     parser.add_argument("--cases", nargs="*", choices=CASES, help="left out: those of the table")
     parser.add_argument("--missing", action="store_true", help="leave out what results has")
     parser.add_argument("--threads", nargs="*", type=int, default=[1, 2])
@@ -448,6 +530,8 @@ def main() -> None:
         if args.assets is None:
             parser.error("quality needs --assets")
         measure_quality(args)
+    elif args.part == "start":
+        measure_start(args)
     else:
         measure_speed(args)
 

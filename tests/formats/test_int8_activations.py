@@ -10,9 +10,17 @@ import torch
 from torch import nn
 
 from shoestring.errors import UserError
-from shoestring.formats import FormatLinear, IntAsym, convert, int8_activations, keep_decoded, pack, unpack
-from shoestring.formats.int8_activations import Int8Linear, quantize_activations
-from shoestring.kernels.lowbit.tiled_linear import TiledWeight
+from shoestring.formats import (
+    FormatLinear,
+    IntAsym,
+    convert,
+    int8_activations,
+    keep_decoded,
+    pack,
+    parse_format,
+    unpack,
+)
+from shoestring.formats.int8_activations import Int8Host, quantize_activations
 from shoestring.kernels.runtime.cpp import find_compiler
 from shoestring.model import Decoder, ModelSpec, load_model, save_model
 from shoestring.model.transformer import untie_head
@@ -42,10 +50,10 @@ def test_close_but_not_equal() -> None:
     model = packed_model()
     before = logits(model)
     names = quantize_activations(model)
-    assert len(names) == 14 and all(isinstance(model.get_submodule(n), Int8Linear) for n in names)
+    assert len(names) == 14 and all(isinstance(model.get_submodule(n), Int8Host) for n in names)
     assert 0 < distance(logits(model), before) < 0.05
     keep_decoded(model)  # what the command line does for every model on a CPU: no effect on these layers
-    assert all(m.decoded is None for m in model.modules() if isinstance(m, Int8Linear))
+    assert all(m.decoded is None for m in model.modules() if isinstance(m, Int8Host))
 
 
 def test_saved_moved_loaded_and_unpacked_as_any_packed_model(tmp_path: Path) -> None:
@@ -115,10 +123,10 @@ def test_who_multiplies(is_arm: bool, compiler: str | None, monkeypatch: pytest.
     slow = not is_arm and compiler is None
     assert [str(w.message) for w in said if "install g++" in str(w.message)] != [] if slow else not said
     layer = model.get_submodule(names[0])
-    assert isinstance(layer, Int8Linear)
+    assert isinstance(layer, Int8Host)
     with torch.no_grad():
         got, exact = layer(x[:, : layer.in_features]), wanted.get_submodule(names[0])(x[:, : layer.in_features])
-    assert isinstance(layer.int8, TiledWeight) is (not is_arm and compiler is not None)
+    assert layer.tiled is (layer.int8 is None) is (not is_arm and compiler is not None)
     assert (got - exact).norm() < 0.02 * exact.norm()
 
 
@@ -134,3 +142,46 @@ def test_an_untied_8_bit_head(tmp_path: Path) -> None:
     assert distance(logits(model), before) < 0.05
     with pytest.raises(UserError, match="packed as int8:sym:g0 already"):
         untie_head(model, IntAsym(8, 0))
+
+
+@pytest.mark.parametrize("is_arm", [True, False])
+@pytest.mark.parametrize("label", ["int8:g0", "int8:sym:g0", "int4:g32"])
+def test_a_packed_embedding_that_is_the_head(
+    label: str, is_arm: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_arm and int8_activations.unusable() is not None:
+        pytest.skip(str(int8_activations.unusable()))
+    monkeypatch.setattr(int8_activations, "has_arm_kernels", lambda: is_arm)
+    torch.manual_seed(0)
+    model = Decoder(SPEC)
+    convert(model, [("*", IntAsym(4, 32)), ("embed", parse_format(label))])
+    pack(model)
+    before, rows = logits(model), model.embed(torch.arange(96))
+    save_model(tmp_path / "before", model)
+    names = quantize_activations(model)
+    assert "embed" in names and isinstance(model.embed, Int8Host)
+    assert model.embed.tiled is (not is_arm and find_compiler() is not None)
+    assert torch.equal(model.embed(torch.arange(96)), rows)  # what is looked up is not rounded
+    with torch.no_grad():
+        hidden = torch.randn(3, 64)
+        exact, got = hidden @ model.embed.effective_weight(torch.float32).t(), model.embed.multiply(hidden)
+    assert 0 < distance(got, exact) < 0.02
+    assert distance(logits(model), before) < 0.05
+    keep_decoded(model)
+    assert model.embed.decoded is None  # no table in fp32
+    save_model(tmp_path / "after", model)
+    assert (tmp_path / "before/packed.safetensors").read_bytes() == (tmp_path / "after/packed.safetensors").read_bytes()
+    rounded = logits(model)
+    assert torch.equal(logits(model.double().float()), rounded)
+    unpack(model)
+    torch.testing.assert_close(logits(model), before)
+
+
+def test_an_embedding_alone_is_not_enough() -> None:
+    torch.manual_seed(0)
+    model = Decoder(SPEC)
+    convert(model, [("*", parse_format("nf4:g32")), ("embed", parse_format("int8:g0"))])
+    pack(model)
+    with pytest.raises(UserError, match="there are none"):
+        quantize_activations(model)
+    assert not isinstance(model.embed, Int8Host)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoestring.errors import UserError
-from shoestring.formats.base import Format, Parts
+from shoestring.formats.base import Format
 from shoestring.formats.dense import Dense
 from shoestring.formats.linear import FormatHost, local
 from shoestring.formats.rounding import cast_weight
@@ -62,17 +62,13 @@ class FormatEmbedding(FormatHost, nn.Embedding):
         if self.decoded is not None and self.decoded.dtype == dtype:
             return F.embedding(index, self.decoded)
         if self.packed:
-            flat = index.flatten()
-            return self.format.decode(self._gather(self.operands(), flat), dtype).view(*index.shape, -1)
+            return self.format.decode(self.row_parts(index.flatten()), dtype).view(*index.shape, -1)
         rows = F.embedding(index, local(self.weight))
         if isinstance(self.format, Dense):
             return rows.to(dtype)
-        flat, state = cast_weight(rows, dtype).flatten(0, -2), self._gather(self.format_state(), index.flatten())
-        return self.format.fake(flat, state).view(*index.shape, -1)
-
-    def _gather(self, tensors: Parts, index: Tensor) -> Parts:
-        """Of the chosen rows; tables belong to all rows."""
-        return {n: t if n in self.format.whole_parts else t[index] for n, t in tensors.items()}
+        # Tables belong to all rows.
+        of_rows = {n: t if n in self.format.whole_parts else t[index.flatten()] for n, t in self.format_state().items()}
+        return self.format.fake(cast_weight(rows, dtype).flatten(0, -2), of_rows).view(*index.shape, -1)
 
     def use_kernels(self) -> bool:
         """False: rows are looked up in the stored parts, which the kernels of a tied head read as they are."""

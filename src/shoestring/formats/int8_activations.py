@@ -3,7 +3,7 @@
     pack(model)  # or load a packed model
     names = quantize_activations(model)
 
-By default a CPU multiplies with decoded weights in fp32. The returned layers multiply 4-bit codes with 8-bit
+By default a CPU multiplies with decoded weights in fp32. The returned layers multiply the codes with 8-bit
 activations instead: torch's operator where it has Arm kernels (kernels/lowbit/w4a8.py), else our own C++
 (kernels/lowbit/tiled_linear.py), and torch's portable loop where there is no compiler either. It is opt-in because
 logits change a little: benchmarks/cpu_decode.py has the perplexity beside the speed. Saving, unpacking and moving the
@@ -14,66 +14,141 @@ Left out on purpose: table formats (nf, fp), 2:4, groups that are no multiple of
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoestring.errors import UserError
-from shoestring.formats.convert import format_linears
+from shoestring.formats.base import Parts
+from shoestring.formats.convert import format_hosts, format_linears
 from shoestring.formats.int_asym import IntAsym
-from shoestring.formats.linear import FormatLinear, is_sharded
-from shoestring.kernels.lowbit.packing import unpack_bits
-from shoestring.kernels.lowbit.tiled_linear import TiledWeight, tile_weight, tiled_linear, usable
+from shoestring.formats.linear import FormatHost, FormatLinear, is_sharded
+from shoestring.formats.linear import compute_dtype as multiplied_in
+from shoestring.kernels.lowbit.packing import pack_bits, unpack_bits
+from shoestring.kernels.lowbit.tiled_linear import (
+    TiledWeight,
+    decode_tiles,
+    held_bits,
+    rows_of,
+    tile_weight,
+    tiled_linear,
+    usable,
+)
 from shoestring.kernels.lowbit.w4a8 import Operands, has_arm_kernels, pack_operands, unusable, usable_group, w4a8
 from shoestring.kernels.runtime.cpp import find_compiler
 
 
-class Int8Linear(FormatLinear):
-    """A packed FormatLinear whose forward, on a CPU in fp32, rounds its input to 8 bits."""
+class Int8Host(FormatHost):
+    """A packed host that, on a CPU in fp32, rounds what it multiplies with to 8 bits.
 
-    int8: Operands | TiledWeight | None
+    Where our own C++ multiplies, the weight is held in tiles and in no other form (`use_kernels`): rows of an embedding
+    are looked up in them, and decode steps read them, too (serve/engine/cpu_decode.py). Torch's operands are a copy.
+    """
 
-    def operands8(self) -> Operands | TiledWeight:
-        """Made at the first use, and again after the weight was loaded or moved."""
+    int8: Operands | None
+
+    @property
+    def tiled(self) -> bool:
+        return "tiles" in self.kernel_part_names
+
+    def tiles(self) -> TiledWeight:
+        format = _format_of(self)
+        held = self.operands() if self.tiled else _tile(self.parts(), format)
+        return TiledWeight(held_bits(format.bits), self.shape[0], *held.values())
+
+    def operands8(self) -> Operands:
+        """Torch's. Made at the first use, and again after the weight was loaded or moved."""
         if self.int8 is None:
-            self.int8 = operands_of(self)
+            self.int8 = torch_operands([self])
         return self.int8
 
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.packed or x.dtype != torch.float32 or x.device.type != "cpu":
-            return super().forward(x)
-        y = multiply(x.reshape(-1, self.in_features), self.operands8()).view(*x.shape[:-1], self.out_features)
-        return y if self.bias is None or self.defer_bias else y + self.bias
+    def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        dtype = multiplied_in(x)
+        if not self.packed or dtype != torch.float32 or x.device.type != "cpu":
+            if not self.tiled:
+                return super().multiply(x, bias)
+            # No kernel of the Format reads tiles.
+            return F.linear(x.to(dtype), self.effective_weight(dtype), None if bias is None else bias.to(dtype))
+        x_TK = x.reshape(-1, x.shape[-1])
+        y = tiled_linear(x_TK, self.tiles()) if self.tiled else w4a8(x_TK, self.operands8())
+        y = y.view(*x.shape[:-1], -1)
+        return y if bias is None else y + bias
+
+    def effective_weight(self, dtype: torch.dtype) -> Tensor:
+        return decode_tiles(self.tiles()).to(dtype) if self.tiled else super().effective_weight(dtype)
+
+    def row_parts(self, index: Tensor) -> Parts:
+        if not self.tiled:
+            return super().row_parts(index)
+        format, (codes, scale, zero) = _format_of(self), rows_of(self.tiles(), index)
+        scale = scale.to(getattr(torch, format.scale_dtype))
+        return {"codes": pack_bits(codes, format.bits), "scale": scale, "zero": zero}
 
     def keep_decoded(self, dtype: torch.dtype) -> None:
         """Nothing: the codes themselves are multiplied with."""
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Int8Linear:
+    def use_kernels(self) -> bool:
+        return FormatHost.use_kernels(self) if self._takes_tiles() else super().use_kernels()
+
+    def in_kernel_order(self, parts: Parts) -> Parts:
+        return _tile(parts, _format_of(self)) if self._takes_tiles() else super().in_kernel_order(parts)
+
+    def in_stored_order(self, operands: Parts) -> Parts:
+        return self.row_parts(torch.arange(self.shape[0])) if self.tiled else super().in_stored_order(operands)
+
+    def _takes_tiles(self) -> bool:
+        return self.device.type == "cpu" and has_own_kernel() and usable(_format_of(self).group or self.shape[1])
+
+    def unpack(self, dtype: torch.dtype = torch.float32) -> None:
         self.int8 = None
-        super()._apply(fn, recurse)
-        return self
+        super().unpack(dtype)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        self.int8 = None
+        return super()._apply(fn, recurse)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self.int8 = None
         super()._load_from_state_dict(*args, **kwargs)
 
 
-def operands_of(*layers: FormatLinear) -> Operands | TiledWeight:
-    """The layers, which share input and Format, side by side as one weight, for `multiply`. Compiles at the first call
-    where our own C++ multiplies."""
-    format, parts = _parts_of(layers)
-    if has_own_kernel() and usable(format.group or layers[0].in_features):
-        return tiles_of(*layers, bias=False)
+@functools.cache
+def _rounding(kind: type[FormatHost]) -> type[FormatHost]:
+    """The class of such a host that rounds its inputs: linear layers, embeddings (of which some are heads), and what
+    others make of them."""
+    return type(f"Int8{kind.__name__}", (Int8Host, kind), {})
+
+
+def _format_of(host: FormatHost) -> IntAsym:
+    assert isinstance(host.format, IntAsym) and host.packed
+    return host.format
+
+
+def _tile(parts: Parts, format: IntAsym) -> Parts:
+    made = tile_weight(parts["codes"], parts["scale"], parts["zero"], format.bits)
+    return {"tiles": made.codes, "tile_scale": made.scale, "tile_zero": made.zero, "tile_total": made.total}
+
+
+def torch_operands(hosts: Sequence[FormatHost]) -> Operands:
+    """The hosts, which share input and Format, one below the other as one weight."""
+    format, parts = _format_of(hosts[0]), [h.parts() for h in hosts]
+    assert all(h.format == format for h in hosts)
     codes, scale, zero = (torch.cat([p[n] for p in parts]) for n in ("codes", "scale", "zero"))
     return pack_operands(unpack_bits(codes, format.bits), scale, zero, format.bits)
 
 
-def multiply(x_TK: Tensor, operands: Operands | TiledWeight) -> Tensor:
-    """fp32 [T, in] -> [T, out]."""
-    return tiled_linear(x_TK, operands) if isinstance(operands, TiledWeight) else w4a8(x_TK, operands)
+def product_of(*hosts: Int8Host) -> Callable[[Tensor], Tensor]:
+    """fp32 [T, in] -> the outputs [T, out] of hosts that share input and Format, side by side, without biases."""
+    if hosts[0].tiled:
+        tiles = [h.tiles() for h in hosts]
+        return lambda x_TK: torch.cat([tiled_linear(x_TK, t) for t in tiles], 1)
+    operands = torch_operands(hosts)
+    return lambda x_TK: w4a8(x_TK, operands)
 
 
 def has_own_kernel() -> bool:
@@ -86,41 +161,26 @@ def refusal() -> str | None:
     return None if has_own_kernel() else unusable()
 
 
-def tiles_of(*layers: FormatLinear, interleaved: bool = False, bias: bool = True) -> TiledWeight:
-    """The same in tiles; `interleaved`: a tile of each in turn. With the layers' biases, where they have any."""
-    format, parts = _parts_of(layers)
-    codes, scale, zero = ([p[n] for p in parts] for n in ("codes", "scale", "zero"))
-    biases = [x.bias for x in layers] if bias and layers[0].bias is not None else None
-    codes = [unpack_bits(c, format.bits) for c in codes]
-    return tile_weight(codes, scale, zero, format.bits, biases, interleaved=interleaved)
-
-
-def _parts_of(layers: Sequence[FormatLinear]) -> tuple[IntAsym, list[dict[str, Tensor]]]:
-    format = layers[0].format
-    assert isinstance(format, IntAsym) and all(x.format == format and x.packed for x in layers)
-    return format, [x.parts() for x in layers]
-
-
-def has_int8_kernel(layer: FormatLinear) -> bool:
-    format = layer.format
+def has_int8_kernel(host: FormatHost) -> bool:
+    format = host.format
     return (
-        layer.packed
+        host.packed
         and isinstance(format, IntAsym)
-        and usable_group(format.group, layer.in_features)
-        and not is_sharded(next(iter(layer.buffers())))
+        and usable_group(format.group, host.shape[1])
+        and not is_sharded(next(iter(host.buffers())))
     )
 
 
 def would_gain(model: nn.Module, compute_dtype: torch.dtype) -> bool:
     """Whether `quantize_activations` would make this model much faster here."""
-    layers = [layer for _, layer in format_linears(model)]
     on_cpu = all(p.device.type == "cpu" for p in model.parameters()) and compute_dtype == torch.float32
-    waiting = any(has_int8_kernel(layer) and not isinstance(layer, Int8Linear) for layer in layers)
+    waiting = any(has_int8_kernel(m) and not isinstance(m, Int8Host) for _, m in format_linears(model))
     return on_cpu and waiting and (has_own_kernel() or (has_arm_kernels() and unusable() is None))
 
 
 def quantize_activations(model: nn.Module, *, compute_dtype: torch.dtype = torch.float32) -> list[str]:
-    """Let the packed integer layers round their inputs to 8 bits, in place; their names.
+    """Let the packed integer layers, and an embedding that is the head, round their inputs to 8 bits, in place; their
+    names. An embedding that is no head is looked up in its stored parts.
 
     UserError where the machine, or none of the layers, can do it. `compute_dtype`: that of the activations.
     """
@@ -132,22 +192,22 @@ def quantize_activations(model: nn.Module, *, compute_dtype: torch.dtype = torch
         )
     if reason := refusal():
         raise UserError(f"8-bit activations are not possible here: {reason}; leave them out")
-    names = []
-    for name, layer in format_linears(model):
-        if has_int8_kernel(layer):
-            layer.__class__ = Int8Linear
-            assert isinstance(layer, Int8Linear)
-            layer.int8, layer.decoded = None, None
-            names.append(name)
-    if not names:
+    found = [(name, host) for name, host in format_hosts(model) if has_int8_kernel(host)]
+    if not any(isinstance(host, FormatLinear) for _, host in found):
         raise UserError(
             "8-bit activations need packed integer layers (int2 to int8) with a group that is a multiple of 32, or 0, "
             "and there are none: quantize the model first, for example with `shoestring run shrink/ptq`"
         )
+    for _, host in found:
+        if not isinstance(host, Int8Host):
+            host.__class__ = _rounding(type(host))  # type: ignore[arg-type]  # classes are hashable
+        assert isinstance(host, Int8Host)
+        host.int8, host.decoded = None, None
+        host.use_kernels()
     if not (has_arm_kernels() or has_own_kernel()):
         warnings.warn(
             "8-bit activations: there is no C++ compiler, and torch has only a slow loop for this processor; a prompt "
             "takes many times as long as without them: install g++, or leave them out",
             stacklevel=2,
         )
-    return names
+    return [name for name, _ in found]

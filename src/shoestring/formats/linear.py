@@ -94,9 +94,11 @@ class FormatHost(nn.Module):
 
     def parts(self) -> Parts:
         """The stored parts of a packed weight (this rank's, when it is sharded), however they are held."""
-        if not self.kernel_part_names:
-            return self.operands()
-        return self.format.stored_parts(self.operands(), self._local_shape())
+        return self.in_stored_order(self.operands()) if self.kernel_part_names else self.operands()
+
+    def row_parts(self, index: Tensor) -> Parts:
+        """The stored parts of the rows `index`; those of all rows (tables) whole."""
+        return {n: t if n in self.format.whole_parts else t[index] for n, t in self.parts().items()}
 
     def operands(self) -> Parts:
         """What `format.linear` multiplies with: the parts as they are held (see use_kernels)."""
@@ -217,13 +219,21 @@ class FormatHost(nn.Module):
         if self.packed:
             self.decoded = self.format.decode(self.parts(), dtype)
 
+    def in_kernel_order(self, parts: Parts) -> Parts:
+        """Stored parts as the kernel of their device reads them; the same object where there is none."""
+        return self.format.kernel_parts(parts)
+
+    def in_stored_order(self, operands: Parts) -> Parts:
+        """The inverse, of what this rank holds."""
+        return self.format.stored_parts(operands, self._local_shape())
+
     def use_kernels(self) -> bool:
         """Hold a packed weight in the order its kernel reads: same numbers, same memory. Saving, exporting and moving
         convert back to the stored parts. False where there is no kernel."""
         if not self.packed or self.kernel_part_names:
             return self.packed and bool(self.kernel_part_names)
         parts = self.parts()
-        operands = self.format.kernel_parts(parts)
+        operands = self.in_kernel_order(parts)
         if operands is parts:
             return False
         held: dict[str, Any] = {**self._held()}

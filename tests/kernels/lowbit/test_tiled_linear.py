@@ -14,7 +14,15 @@ from shoestring.errors import UserError
 from shoestring.formats import parse_format
 from shoestring.kernels.lowbit import tiled_linear as kernel
 from shoestring.kernels.lowbit.packing import unpack_bits
-from shoestring.kernels.lowbit.tiled_linear import TiledWeight, tile_weight, tiled_linear
+from shoestring.kernels.lowbit.tiled_linear import (
+    TiledWeight,
+    decode_tiles,
+    held_bits,
+    rows_of,
+    tile_codes_ref,
+    tile_weight,
+    tiled_linear,
+)
 from shoestring.kernels.lowbit.w4a8 import error_bound, w4a8_ref
 from shoestring.kernels.runtime import cpp
 
@@ -26,19 +34,20 @@ WITHOUT = {"all": "", "avx2": "#undef __AVX512VNNI__\n", "loop": "#undef __ARM_F
 
 @pytest.fixture(params=WITHOUT)
 def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    known = kernel._function()
+    known = kernel._library()
     library = cpp.load_library(WITHOUT[request.param] + kernel.TILES.read_text() + kernel.SOURCE.read_text())
     assert library is not None
-    library.tiled_linear.argtypes, library.tiled_linear.restype = known.argtypes, known.restype
-    monkeypatch.setattr(kernel, "_function", lambda: library.tiled_linear)
+    for name in ("tiled_linear", "tile_codes", "decode_tiles"):
+        function, as_known = getattr(library, name), getattr(known, name)
+        function.argtypes, function.restype = as_known.argtypes, as_known.restype
+    monkeypatch.setattr(kernel, "_library", lambda: library)
 
 
 def made(label: str, w: Tensor) -> tuple[TiledWeight, Tensor, Tensor]:
     """Tiles, the decoded weight, the scales."""
     format = parse_format(label)
     parts = format.encode(w, {})
-    codes = unpack_bits(parts["codes"], format.bits)  # type: ignore[attr-defined]
-    tiles = tile_weight([codes], [parts["scale"]], [parts["zero"]], format.bits)  # type: ignore[attr-defined]
+    tiles = tile_weight(parts["codes"], parts["scale"], parts["zero"], format.bits)  # type: ignore[attr-defined]
     return tiles, format.decode(parts, torch.float32), parts["scale"]
 
 
@@ -68,9 +77,8 @@ def test_the_largest_codes_and_inputs_do_not_overflow(label: str) -> None:
     """x86's sums of two products are in 16 bits."""
     tiles, _, _ = made(label, torch.randn(16, 128))
     bits = tiles.bits
-    full = tile_weight(
-        [torch.full((16, 128), 2**bits - 1).byte()], [torch.ones(16, 1)], [torch.zeros(16, 1).byte()], bits
-    )
+    codes = torch.full((16, 128 * bits // 8), 255).byte()
+    full = tile_weight(codes, torch.ones(16, 1), torch.zeros(16, 1).byte(), bits)
     for sign in (1.0, -1.0):
         x = torch.full((9, 128), sign)
         assert torch.allclose(tiled_linear(x, full), torch.full((9, 16), sign * 128 * (2**bits - 1)), rtol=1e-5)
@@ -105,19 +113,35 @@ def test_any_number_of_threads_and_strides_of_inputs(pooled: bool, monkeypatch: 
     assert torch.equal(found[0], tiled_linear(x.contiguous(), tiles))
 
 
-def test_weights_beside_each_other_and_in_turns() -> None:
-    gate, up = (torch.randn(24, 64, generator=torch.Generator().manual_seed(i)) for i in (0, 1))
-    x = torch.randn(5, 64)
-    one, other = (tiled_linear(x, made("int4:g32", w)[0]) for w in (gate, up))
-    format = parse_format("int4:g32")
-    parts = [format.encode(w, {}) for w in (gate, up)]
-    codes, scale, zero = ([p[n] for p in parts] for n in ("codes", "scale", "zero"))
-    codes = [unpack_bits(c, 4) for c in codes]
-    beside = tiled_linear(x, tile_weight(codes, scale, zero, 4, [torch.ones(24), torch.zeros(24)]))
-    torch.testing.assert_close(beside, torch.cat([one + 1, other], 1))
-    turns = tiled_linear(x, tile_weight(codes, scale, zero, 4, interleaved=True))
-    torch.testing.assert_close(turns.unflatten(1, (3, 2, 8))[:, :, 0].flatten(1), one)
-    torch.testing.assert_close(turns.unflatten(1, (3, 2, 8))[:, :, 1].flatten(1), other)
+@pytest.mark.usefixtures("instructions")
+@pytest.mark.parametrize("label", LABELS)
+def test_tiles_are_those_of_plain_torch_and_rows_are_found_in_them(label: str) -> None:
+    """LABELS have all numbers of bits, of groups, and rows that leave the last tile with gaps."""
+    format, w = parse_format(label), torch.randn(100, 192)
+    parts = format.encode(w, {})
+    bits = format.bits  # type: ignore[attr-defined]
+    tiles, codes_NK = made(label, w)[0], unpack_bits(parts["codes"], bits)
+    padded = torch.cat([codes_NK, codes_NK.new_zeros(4, 192)])
+    assert torch.equal(tiles.codes, tile_codes_ref(padded, held_bits(bits)))
+    exact = format.decode(parts, torch.float32).double().sum(1)
+    torch.testing.assert_close(tiles.total[:100].double(), exact, atol=1e-4, rtol=1e-5)
+    assert (tiles.total[100:] == 0).all()
+    assert torch.equal(decode_tiles(tiles), format.decode(parts, torch.float32))
+    for index in (torch.arange(100), torch.tensor([99, 3, 3, 0]), torch.tensor([], dtype=torch.long)):
+        codes, scale, zero = rows_of(tiles, index)
+        assert torch.equal(codes, codes_NK[index])
+        assert torch.equal(scale, parts["scale"][index].float()) and torch.equal(zero, parts["zero"][index])
+
+
+def test_the_operator_in_compiled_programs() -> None:
+    tiles, _, _ = made("int4:g64", torch.randn(24, 64))
+    tensors = tiles.codes, tiles.scale, tiles.zero, tiles.total
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(kernel._tiled_linear_op, (torch.randn(5, 64), *tensors, 4, 24), test_utils=checks)
+    compiled = torch.compile(lambda x: tiled_linear(x + 1, tiles) * 2, fullgraph=True, backend="eager", dynamic=True)
+    for num_rows in (3, 7):
+        x = torch.randn(num_rows, 64)
+        assert torch.equal(compiled(x), tiled_linear(x + 1, tiles) * 2)
 
 
 def test_callers_on_several_threads_take_turns_and_a_fork_has_threads_of_its_own() -> None:
@@ -147,5 +171,5 @@ def test_a_gradient_is_refused_and_not_zero() -> None:
 
 def test_groups_that_are_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernel.usable(64) and kernel.usable(kernel.MOST_INPUTS) and not kernel.usable(2 * kernel.MOST_INPUTS)
-    monkeypatch.setattr(kernel, "_function", lambda: None)
+    monkeypatch.setattr(kernel, "_library", lambda: None)
     assert not kernel.usable(64)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from shoestring.formats import convert, int8_activations, pack, parse_format
-from shoestring.formats.int8_activations import Int8Linear, quantize_activations
+from shoestring.formats.int8_activations import Int8Host, quantize_activations
 from shoestring.kernels.lowbit.tiled_linear import TILES
 from shoestring.kernels.lowbit.w4a8 import w4a8_ref
 from shoestring.kernels.runtime import cpp
@@ -58,8 +58,10 @@ HEAD = "int8:sym:g0"
 WITHOUT = "#undef __ARM_FEATURE_DOTPROD\n#undef __AVX2__\n"
 
 
-def served(spec: ModelSpec = SPEC, label: str = "int4:g32", head: str = "", embed: str = "dense") -> Decoder:
-    torch.manual_seed(0)
+def served(
+    spec: ModelSpec = SPEC, label: str = "int4:g32", head: str = "", embed: str = "dense", seed: int = 0
+) -> Decoder:
+    torch.manual_seed(seed)
     model = Decoder(spec).eval()
     with torch.no_grad():
         for p in model.parameters():
@@ -151,12 +153,7 @@ def test_changed_weights_are_noticed_and_other_models_take_the_plain_forward() -
     model, sampling = served(), Sampling(max_tokens=6, ignore_eos=True)
     engine = Engine(model, max_requests=1, max_context=32)
     first = engine.generate([[1, 5, 9]], sampling)[0].token_ids
-    torch.manual_seed(5)
-    other = served()
-    with torch.no_grad():
-        for buffer in other.buffers():
-            if buffer.dtype == torch.float16:
-                buffer.copy_(buffer * (1 + torch.rand_like(buffer)))
+    other = served(seed=5)
     model.load_state_dict(other.state_dict())
     engine.forget_prefixes()
     again = engine.generate([[1, 5, 9]], sampling)[0].token_ids
@@ -181,6 +178,11 @@ def test_other_architectures_take_the_plain_forward_and_say_so_once(changes: dic
 # -- the step in C++ -----------------------------------------------------------------------------------------
 
 
+def multiply_ref(host: Int8Host, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    y = w4a8_ref(x.flatten(0, -2), host.effective_weight(torch.float32)).view(*x.shape[:-1], -1)
+    return y if bias is None else y + bias
+
+
 @torch.no_grad()
 def difference(
     model: Decoder, monkeypatch: pytest.MonkeyPatch, threads: int = 2, num: int = 13, begin: int = 0
@@ -190,8 +192,7 @@ def difference(
     step, cache, blocks = CompiledDecodeStep(model), cache_of(model.spec), [6, 1, 3, 0, *range(15, 6, -1)]
     tokens = torch.randint(model.spec.vocab_size, (num,), generator=torch.Generator().manual_seed(1))
     with monkeypatch.context() as patch:
-        patch.setattr(Int8Linear, "operands8", lambda self: self.effective_weight(torch.float32))
-        patch.setattr(int8_activations, "w4a8", w4a8_ref)
+        patch.setattr(Int8Host, "multiply", multiply_ref)
         other = cache_of(model.spec)
         plan = other.plan([RowSpan(blocks, 0, num)], "cpu")
         wanted = model(tokens[None], torch.arange(num)[None], attend=plan)[0, -1:]
@@ -236,6 +237,30 @@ def test_positions_and_heads_that_are_taken_together(
 @pytest.mark.parametrize("head", ["", "int8:g32", "int4:g64"])
 def test_formats_and_heads(label: str, head: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert difference(served(label=label, head=head), monkeypatch, num=5) < 1e-4
+
+
+@needs_compiler
+@pytest.mark.parametrize("embed", ["int8:g0", "int8:sym:g0", "int4:g32"])
+def test_a_packed_embedding_is_the_head(embed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = served(embed=embed)
+    assert CompiledDecodeStep(model)._model.head.rows == 96  # 90, in tiles
+    assert difference(model, monkeypatch, num=5) < 1e-4
+
+
+@needs_compiler
+def test_prompts_and_single_tokens_share_their_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(int8_activations, "has_arm_kernels", lambda: False)
+    model = served(SPECS["one group"], embed="int8:g0")
+    step = CompiledDecodeStep(model)
+    step.logits(5, RowSpan([0], 0, 1), cache_of(model.spec))
+    model(torch.arange(4)[None])  # makes no others
+    hosts = [m for m in model.modules() if isinstance(m, Int8Host)]
+    assert len(hosts) == 15
+    matrices = [getattr(layer, name) for layer in step._layers for name in ("q", "k", "v", "out", "gate", "up", "down")]
+    assert {m.codes for m in (*matrices, step._model.head)} == {host.weight_tiles.data_ptr() for host in hosts}
+    for host in hosts:  # and hold nothing else
+        names = {name for name, _ in host.named_buffers(recurse=False)}
+        assert names == {f"weight_tile{rest}" for rest in ("s", "_scale", "_zero", "_total")} and host.int8 is None
 
 
 @needs_compiler

@@ -15,16 +15,18 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from shoestring.errors import UserError
+from shoestring.kernels.lowbit.chunk_layout import ceil_div
 from shoestring.kernels.runtime.cpp import load_library
+from shoestring.kernels.runtime.eager_operator import call_operator
 from shoestring.kernels.runtime.openmp import thread_pool
 
 TILES = Path(__file__).with_name("tiles.h")
@@ -47,52 +49,74 @@ class TiledWeight:
     """A weight [out, in] in tiles of 8 rows, as tiles.h reads it; rows of zeros fill the last tile."""
 
     bits: int
-    width: int
     outputs: int
     codes: Tensor  # uint8 [tiles, pieces, 4 quads, 8 rows, 4]
     scale: Tensor  # fp32 [tiles, groups, 8]
     zero: Tensor  # uint8 [tiles, groups, 8]
     total: Tensor  # fp32 [rows]: the sum of each row
-    bias: Tensor | None
 
-    @functools.cached_property
-    def matrix(self) -> CMatrix:
-        group = self.width // self.scale.shape[1]
-        tensors = (self.codes, self.scale, self.zero, self.total, self.bias)
-        return CMatrix(len(self.total), self.width, group, self.bits, *map(pointer, tensors))
+    def matrix(self, bias: Tensor | None = None) -> CMatrix:
+        """Points into the tensors, and into `bias` (fp32 [rows]): they must outlive it."""
+        return _matrix(self.codes, self.scale, self.zero, self.total, self.bits, bias)
 
 
-def tile_weight(
-    codes: Sequence[Tensor],
-    scale: Sequence[Tensor],
-    zero: Sequence[Tensor],
-    bits: int,
-    bias: Sequence[Tensor] | None = None,
-    *,
-    interleaved: bool = False,
-) -> TiledWeight:
-    """Codes [out, in] (one per byte), scales and zero points [out, groups] of weights that share their input, stacked;
-    `interleaved`: a tile of each in turn."""
-    codes_NK, scale_NG, zero_NG = (_stack(rows, interleaved) for rows in (codes, [s.float() for s in scale], zero))
-    total = ((codes_NK.unflatten(1, (scale_NG.shape[1], -1)).float() - zero_NG[..., None]).sum(-1) * scale_NG).sum(-1)
+def _matrix(
+    codes: Tensor, scale: Tensor, zero: Tensor, total: Tensor, bits: int, bias: Tensor | None = None
+) -> CMatrix:
+    width = codes.shape[1] * _run(bits)
+    pointers = map(pointer, (codes, scale, zero, total, bias))
+    return CMatrix(len(total), width, width // scale.shape[1], bits, *pointers)
+
+
+def _run(bits: int) -> int:
+    """Inputs of a piece."""
+    return 16 if bits == 8 else 32
+
+
+def tile_weight(codes_NB: Tensor, scale_NG: Tensor, zero_NG: Tensor, bits: int) -> TiledWeight:
+    """Of the stored parts: codes of `bits` bits (packing.py), scales and zero points [out, groups]."""
+    outputs, groups, held = len(codes_NB), scale_NG.shape[1], held_bits(bits)
+    rows, width = ceil_div(outputs, ROWS) * ROWS, codes_NB.shape[1] * 8 // bits
+    codes = torch.empty(rows // ROWS, width // _run(held), 4, ROWS, 4, dtype=torch.uint8)
+    sums_NG = torch.empty(rows, groups, dtype=torch.int32)
+    library, stored, threads = _library(), codes_NB.contiguous(), torch.get_num_threads()
+    assert library is not None  # see `usable`
+    sizes = outputs, width, bits, width // groups
+    library.tile_codes(stored.data_ptr(), *sizes, codes.data_ptr(), sums_NG.data_ptr(), threads, _pool())
+    scale_NG, zero_NG = (F.pad(t, (0, 0, 0, rows - outputs)) for t in (scale_NG.float(), zero_NG))
+    total = ((sums_NG - width // groups * zero_NG.int()) * scale_NG).sum(-1)
     scale_TGR, zero_TGR = (t.unflatten(0, (-1, ROWS)).mT.contiguous() for t in (scale_NG, zero_NG))
-    stacked = None if bias is None else _stack([b.detach().float() for b in bias], interleaved)
-    width, outputs, held = codes_NK.shape[1], sum(map(len, codes)), 8 if bits == 8 else 4
-    return TiledWeight(held, width, outputs, _pieces(codes_NK, held), scale_TGR, zero_TGR, total, stacked)
+    return TiledWeight(held, outputs, codes, scale_TGR, zero_TGR, total)
 
 
-def _stack(parts: Sequence[Tensor], interleaved: bool) -> Tensor:
-    if interleaved:
-        return torch.stack([p.unflatten(0, (-1, ROWS)) for p in parts], 1).flatten(0, 2)
-    whole = torch.cat(list(parts))
-    missing = -len(whole) % ROWS
-    return torch.cat([whole, whole.new_zeros(missing, *whole.shape[1:])]) if missing else whole
-
-
-def _pieces(codes_NK: Tensor, bits: int) -> Tensor:
-    """Inputs in runs of 16: four quads of a piece; at 4 bits two runs share its bytes."""
+def tile_codes_ref(codes_NK: Tensor, bits: int) -> Tensor:
+    """Codes (one per byte, of a multiple of 8 rows) in tiles: inputs in runs of 16, four quads of a piece; at 4 bits
+    two runs share its bytes."""
     runs = codes_NK.view(-1, ROWS, codes_NK.shape[1] // 16, 4, 4).permute(0, 2, 3, 1, 4)
     return (runs if bits == 8 else runs[:, ::2] | runs[:, 1::2] << 4).contiguous()
+
+
+def decode_tiles(weight: TiledWeight) -> Tensor:
+    """fp32 [out, in]"""
+    matrix = weight.matrix()
+    w_NK = torch.empty(weight.outputs, matrix.width)
+    sizes = weight.outputs, torch.get_num_threads()
+    _library().decode_tiles(ctypes.byref(matrix), w_NK.data_ptr(), *sizes, _pool())
+    return w_NK
+
+
+def rows_of(weight: TiledWeight, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes (one per byte) [R, in], scales and zero points [R, groups] of the rows `index`."""
+    tile, row = index // ROWS, index % ROWS
+    codes = weight.codes[tile, :, :, row].flatten(2)  # [R, pieces, 16]
+    if weight.bits == 4:
+        codes = torch.stack([codes & 15, codes >> 4], 2)
+    return codes.flatten(1), weight.scale[tile, :, row], weight.zero[tile, :, row]
+
+
+def held_bits(bits: int) -> int:
+    """In how many bits tiles hold codes of so many."""
+    return 8 if bits == 8 else 4
 
 
 def pointer(t: Tensor | None) -> int | None:
@@ -105,48 +129,58 @@ def compiled(source: Path) -> ctypes.CDLL | None:
 
 
 @functools.cache
-def _function() -> Any:
+def _library() -> Any:
     library = compiled(SOURCE)
     if library is None:
         return None
     size, address = ctypes.c_int64, ctypes.c_void_p
     library.tiled_linear.argtypes = [address, address, size, address, size, ctypes.c_int, address]
-    library.tiled_linear.restype = None
-    return library.tiled_linear
+    library.tile_codes.argtypes = [address, *[size] * 4, address, address, ctypes.c_int, address]
+    library.decode_tiles.argtypes = [address, address, size, ctypes.c_int, address]
+    for function in (library.tiled_linear, library.tile_codes, library.decode_tiles):
+        function.restype = None
+    return library
+
+
+def _pool() -> Any:
+    pool = thread_pool()
+    return None if pool is None else ctypes.byref(pool)
 
 
 def usable(group: int) -> bool:
     """Whether this machine can compile it, for groups of so many inputs. Compiles at the first call."""
-    return group <= MOST_INPUTS and _function() is not None
-
-
-class _WithoutGradient(torch.autograd.Function):
-    """An error where a gradient is asked for, as torch's operator gives: a result without a past would be a gradient of
-    zero, without a word."""
-
-    @staticmethod
-    def forward(ctx: Any, x_TK: Tensor, weight: TiledWeight) -> Tensor:
-        return _multiply(x_TK, weight)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        raise UserError("8-bit activations have no gradient: train without them, on the packed or unpacked model")
+    return group <= MOST_INPUTS and _library() is not None
 
 
 def tiled_linear(x_TK: Tensor, weight: TiledWeight) -> Tensor:
     """fp32 [T, in] -> [T, out]."""
-    if torch.is_grad_enabled() and x_TK.requires_grad:
-        return _WithoutGradient.apply(x_TK, weight)  # type: ignore[no-any-return]
-    return _multiply(x_TK, weight)
+    tensors = weight.codes, weight.scale, weight.zero, weight.total
+    return call_operator(_tiled_linear_op, _tiled_linear, x_TK, *tensors, weight.bits, weight.outputs)
 
 
-def _multiply(x_TK: Tensor, weight: TiledWeight) -> Tensor:
-    assert x_TK.dtype == torch.float32 and x_TK.device.type == "cpu" and x_TK.shape[1] == weight.width
+def _tiled_linear(
+    x_TK: Tensor, codes: Tensor, scale: Tensor, zero: Tensor, total: Tensor, bits: int, outputs: int
+) -> Tensor:
+    matrix = _matrix(codes, scale, zero, total, bits)
+    assert x_TK.dtype == torch.float32 and x_TK.device.type == "cpu" and x_TK.shape[1] == matrix.width
     x_TK = x_TK.contiguous()
-    y_TN = x_TK.new_empty(len(x_TK), weight.outputs)
+    y_TN = x_TK.new_empty(len(x_TK), outputs)
     if len(x_TK):
-        of_x, of_y = x_TK.data_ptr(), y_TN.data_ptr()
-        matrix, threads, pool = ctypes.byref(weight.matrix), torch.get_num_threads(), thread_pool()
-        where = None if pool is None else ctypes.byref(pool)
-        _function()(matrix, of_x, len(x_TK), of_y, weight.outputs, threads, where)
+        of_x, of_y, threads = x_TK.data_ptr(), y_TN.data_ptr(), torch.get_num_threads()
+        _library().tiled_linear(ctypes.byref(matrix), of_x, len(x_TK), of_y, outputs, threads, _pool())
     return y_TN
+
+
+_tiled_linear_op = torch.library.custom_op("shoestring::tiled_linear", _tiled_linear, mutates_args=())
+
+
+@_tiled_linear_op.register_fake
+def _(x_TK: Tensor, codes: Tensor, scale: Tensor, zero: Tensor, total: Tensor, bits: int, outputs: int) -> Tensor:
+    return x_TK.new_empty(len(x_TK), outputs)
+
+
+def _refuse_gradient(*unused: Any) -> Any:
+    raise UserError("8-bit activations have no gradient: train without them, on the packed or unpacked model")
+
+
+_tiled_linear_op.register_autograd(_refuse_gradient)

@@ -7,6 +7,7 @@
 // or none, windows, soft caps, gated layers; the same sizes and eps in all layers.
 
 #include <bit>
+#include <initializer_list>
 
 namespace {
 
@@ -15,7 +16,7 @@ constexpr float LEAST = -1e30f;
 
 struct Layer {
   const float *attn_norm, *q_norm, *k_norm, *mlp_norm, *attn_post_norm, *mlp_post_norm;  // each may be null
-  Matrix qkv, out, gate_up, down;                       // gate_up: tiles of gate and up alternate
+  Matrix q, k, v, out, gate, up, down;
   float *keys, *values;                                 // [blocks][block_size][groups][head_dim]
   int64_t rope, window;                                 // rope: which one, -1: none; window: positions, 0: all
 };
@@ -105,8 +106,8 @@ struct Step {
 
   Step(const Model &m, const float *embedding, int64_t position, const int64_t *blocks, Team &team, float *logits)
       : model(m), position(position), team(team), logits(logits), x(embedding, embedding + m.width),
-        qkv(m.layers->qkv.rows), hidden(m.hidden), added(m.width), cosine(m.num_ropes * m.pairs),
-        sine(m.num_ropes * m.pairs),
+        qkv(m.layers->q.rows + m.layers->k.rows + m.layers->v.rows), hidden(m.hidden), added(m.width),
+        cosine(m.num_ropes * m.pairs), sine(m.num_ropes * m.pairs),
         partial(team.size, {std::vector<float>(m.heads), std::vector<float>(m.heads),
                             std::vector<float>(m.heads * m.head_dim)}),
         places(position + 1) {
@@ -118,14 +119,30 @@ struct Step {
     }
   }
 
-  // Calls use(first row, 8 * each results) for this thread's share of the tiles, `each` tiles at a time.
+  // Calls use(row, 8 results) for this thread's share of the tiles of matrices that lie one below the other.
   template <class Use>
-  void multiply(const Matrix &m, const Inputs &in, int rank, int64_t each, Use use) const {
-    const int64_t num = m.rows / ROWS / each;
-    for (int64_t t = num * rank / team.size; t < num * (rank + 1) / team.size; ++t) {
-      float y[2 * ROWS];
-      for (int64_t i = 0; i < each; ++i) product<1>(m, t * each + i, in, 0, y + ROWS * i);
-      use(t * ROWS, y);
+  void multiply(std::initializer_list<const Matrix *> matrices, const Inputs &in, int rank, Use use) const {
+    int64_t num = 0, above = 0;
+    for (const Matrix *m : matrices) num += m->rows / ROWS;
+    const int64_t begin = num * rank / team.size, end = num * (rank + 1) / team.size;
+    for (const Matrix *m : matrices) {
+      const int64_t tiles = m->rows / ROWS;
+      for (int64_t t = std::max(begin, above); t < std::min(end, above + tiles); ++t) {
+        float y[ROWS];
+        product<1>(*m, t - above, in, 0, y);
+        use(t * ROWS, y);
+      }
+      above += tiles;
+    }
+  }
+
+  // This thread's share of act(gate x) * up x.
+  void multiply_gated(const Matrix &gate, const Matrix &up, const Inputs &in, int rank) {
+    const int64_t tiles = gate.rows / ROWS;
+    for (int64_t t = tiles * rank / team.size; t < tiles * (rank + 1) / team.size; ++t) {
+      float a[ROWS], b[ROWS];
+      product<1>(gate, t, in, 0, a), product<1>(up, t, in, 0, b);
+      for (int i = 0; i < ROWS; ++i) hidden[t * ROWS + i] = activate(a[i], model.act) * b[i];
     }
   }
 
@@ -244,7 +261,7 @@ struct Step {
     };
     // x += m times the inputs, normed where `post` is given.
     const auto add = [&](const Matrix &m, const float *post) {
-      multiply(m, in, rank, 1, [this, post](int64_t row, const float *y) {
+      multiply({&m}, in, rank, [this, post](int64_t row, const float *y) {
         for (int i = 0; i < ROWS; ++i) post ? added[row + i] = y[i] : x[row + i] += y[i];
       });
       team.meet();
@@ -256,8 +273,8 @@ struct Step {
     };
     for (int64_t index = 0; index < model.num_layers; ++index) {
       const Layer &layer = model.layers[index];
-      read(layer.attn_norm, layer.qkv);
-      multiply(layer.qkv, in, rank, 1, [this](int64_t row, const float *y) {
+      read(layer.attn_norm, layer.q);
+      multiply({&layer.q, &layer.k, &layer.v}, in, rank, [this](int64_t row, const float *y) {
         for (int i = 0; i < ROWS; ++i) qkv[row + i] = y[i];
       });
       team.meet();
@@ -266,10 +283,8 @@ struct Step {
       combine(attended.data());
       round(attended, layer.out);
       add(layer.out, layer.attn_post_norm);
-      read(layer.mlp_norm, layer.gate_up);
-      multiply(layer.gate_up, in, rank, 2, [this](int64_t row, const float *y) {
-        for (int i = 0; i < ROWS; ++i) hidden[row + i] = activate(y[i], model.act) * y[ROWS + i];
-      });
+      read(layer.mlp_norm, layer.gate);
+      multiply_gated(layer.gate, layer.up, in, rank);
       team.meet();
       round(hidden, layer.down);
       add(layer.down, layer.mlp_post_norm);
@@ -281,7 +296,7 @@ struct Step {
       return;
     }
     round(normed, model.head);
-    multiply(model.head, in, rank, 1, [this](int64_t row, const float *y) {
+    multiply({&model.head}, in, rank, [this](int64_t row, const float *y) {
       for (int i = 0; i < ROWS; ++i) logits[row + i] = y[i];
     });
   }

@@ -6,7 +6,8 @@ about sixty calls a block. Two executors make fewer, over the same models and th
     CompiledDecodeStep  the whole step, head included, as one call of C++ (cpu_decode.cpp) that the machine's compiler
                         builds at the first use. Every thread computes its share of each weight's rows; torch's number
                         of threads (torch.set_num_threads) counts. Products are those of w4a8 up to rounding, with
-                        scales and zero points as they are stored.
+                        scales and zero points as they are stored. It reads the tiles in which layers hold their
+                        weights where our own C++ reads prompts, too, and makes its own elsewhere (Arm).
     TorchDecodeStep     about twenty torch calls a block, for machines without a C++ compiler and for heads whose width
                         is no multiple of 16; several times slower. q, k, v are one product and so are gate and up;
                         RoPE is one small matrix product, with a [D, D] rotation that is made once a step.
@@ -24,7 +25,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,10 +34,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoestring.formats.int8_activations import Int8Linear, multiply, operands_of, tiles_of
-from shoestring.formats.linear import FormatLinear
-from shoestring.kernels.lowbit.tiled_linear import MOST_INPUTS, CMatrix, TiledWeight, compiled, pointer
-from shoestring.kernels.lowbit.w4a8 import Operands
+from shoestring.formats.int8_activations import Int8Host, product_of
+from shoestring.kernels.lowbit.tiled_linear import MOST_INPUTS, ROWS, CMatrix, compiled, pointer, usable
 from shoestring.kernels.runtime.triton_backend import fall_back
 from shoestring.model.attention import rope_frequencies, soft_cap
 from shoestring.model.layer_plan import PLAIN, PLAIN_ROPE, DecoderPlan, LayerPlan, RopePlan, Support, features
@@ -113,7 +112,7 @@ def _rounds_inputs(model: nn.Module) -> bool:
             return False
         inner = (mlp.gate, mlp.up) if plan.mlp.gated else (mlp.up,)
         for layers in ((attn.q, attn.k, attn.v), (attn.o,), inner, (mlp.down,)):
-            if not all(isinstance(x, Int8Linear) and x.packed for x in layers):
+            if not all(isinstance(x, Int8Host) and x.packed for x in layers):
                 return False
             if any(x.format != layers[0].format for x in layers):
                 return False
@@ -138,11 +137,11 @@ def _different_eps(plan: DecoderPlan) -> str | None:
 
 @dataclass(frozen=True)
 class _Product:
-    operands: Operands | TiledWeight
+    multiply: Callable[[Tensor], Tensor]
     bias: Tensor | None
 
     def __call__(self, x_1K: Tensor) -> Tensor:
-        y = multiply(x_1K, self.operands)
+        y = self.multiply(x_1K)
         return y if self.bias is None else y.add_(self.bias)
 
 
@@ -165,8 +164,8 @@ class TorchDecodeStep:
     def __init__(self, model: Decoder) -> None:
         self.attn, self.eps = (model.plan.layers[0].attn, model.plan.final_norm.eps)  # of every layer, every norm
         assert self.attn.rope is not None
-        self.embed = model.embed.effective_weight(torch.float32).detach()
-        self.norm, self.head = model.norm.weight.detach(), model.head
+        self.embed, self.head = model.embed, model.head
+        self.norm = model.norm.weight.detach()
         self.layers = [self._layer(block) for block in model.blocks]
         self.freq = rope_frequencies(self.attn.rope, self.attn.head_dim)
         # x @ quarter_turn is [-right, left] for x = [left, right].
@@ -200,7 +199,7 @@ class TorchDecodeStep:
         cache.reserve(groups, width, torch.float32, torch.device("cpu"))
         rotation = self._rotation(position)
         num_qk = (heads + groups) * width
-        x = self.embed[token].clone()[None]  # [1, D]
+        x = self.embed.rows(torch.tensor([token]), torch.float32)  # [1, D]
         for index, layer in enumerate(self.layers):
             qkv = layer.qkv(self._normed(x, layer.attn_norm))
             qk = qkv[:, :num_qk].view(-1, width)
@@ -221,7 +220,7 @@ class TorchDecodeStep:
             gate, up = gate_up.chunk(2, dim=-1)
             x += layer.down(F.silu(gate).mul_(up))
         x = self._normed(x, self.norm)
-        return F.linear(x, self.embed) if self.head is None else self.head(x)
+        return self.embed.multiply(x) if self.head is None else self.head(x)
 
     def _normed(self, x_1D: Tensor, weight: Tensor) -> Tensor:
         row = x_1D[0]
@@ -242,9 +241,9 @@ def _table(blocks: Sequence[int], num: int) -> slice | Tensor:
     return torch.tensor([blocks[i] for i in range(num)])
 
 
-def _product(*layers: FormatLinear) -> _Product:
+def _product(*layers: Any) -> _Product:
     bias = None if layers[0].bias is None else torch.cat([x.bias.detach() for x in layers])
-    return _Product(operands_of(*layers), bias)
+    return _Product(product_of(*layers), bias)
 
 
 # -- in C++ --------------------------------------------------------------------------------------------------
@@ -256,7 +255,7 @@ NORMS = ("attn_norm", "q_norm", "k_norm", "mlp_norm", "attn_post_norm", "mlp_pos
 class _CLayer(ctypes.Structure):
     _fields_ = [
         *((n, _address) for n in NORMS),
-        *((n, CMatrix) for n in ("qkv", "out", "gate_up", "down")),
+        *((n, CMatrix) for n in ("q", "k", "v", "out", "gate", "up", "down")),
         *((n, _address) for n in ("keys", "values")),
         *((n, _int) for n in ("rope", "window")),
     ]
@@ -289,14 +288,15 @@ class CompiledDecodeStep:
         plan, layer, num_layers = model.plan, model.plan.layers[0], len(model.plan.layers)
         attn, self._step = layer.attn, _function()  # layers differ in windows and rotations only
         self._embed_scale, self._softcap = plan.embed_scale, plan.logit_softcap
-        self._embed, self._head = model.embed.effective_weight(torch.float32).detach(), model.head
+        self._embed, self._head = model.embed, model.head
         self._vocab = model.spec.vocab_size
         self._kept: list[Any] = []  # what the structures point to
         pairs = (next(iter(_ropes(plan)), RopePlan(1.0)).dim or attn.head_dim) // 2
         ropes = [rope_frequencies(rope, attn.head_dim, context=model.context) for rope in model.ropes]
         self._layers = (_CLayer * num_layers)(*map(self._layer, model.blocks, plan.layers))
         self._cache: tuple[KVCache, int] | None = None  # whose blocks the layers point to
-        in_step = isinstance(model.head, Int8Linear) and model.head.packed
+        head = self._embed if self._head is None else self._head
+        in_step = isinstance(head, Int8Host) and head.packed
         self._model = _CModel(
             *(layer.d_model, attn.num_heads, attn.num_kv_heads, attn.head_dim, layer.mlp.d_ff, num_layers, 0),
             *(len(ropes), pairs, ACTS.index(layer.mlp.act), attn.qk_norm_over == "width"),
@@ -304,7 +304,7 @@ class CompiledDecodeStep:
             self._keep(torch.tensor([rope.table_scale for rope in model.ropes])),
             self._keep(model.norm.weight + model.norm.offset),
             self._layers,
-            self._matrix(model.head) if in_step else CMatrix(),
+            self._matrix(head) if in_step else CMatrix(),
             *(plan.final_norm.eps, attn.scale or attn.head_dim**-0.5, attn.softcap or 0.0),
         )
 
@@ -321,7 +321,7 @@ class CompiledDecodeStep:
             return f"attn.head_dim={layer.attn.head_dim}"
         if max(layer.d_model, layer.mlp.d_ff) > MOST_INPUTS:
             return f"d_model={layer.d_model}, mlp.d_ff={layer.mlp.d_ff}"
-        return "a machine without a C++ compiler" if _function() is None else None
+        return None if _function() is not None and usable(0) else "a machine without a C++ compiler"
 
     def _keep(self, t: Tensor | None) -> int | None:
         if t is None:
@@ -329,10 +329,14 @@ class CompiledDecodeStep:
         self._kept.append(t.detach().float().contiguous())
         return self._kept[-1].data_ptr()
 
-    def _matrix(self, *layers: Any, interleaved: bool = False) -> CMatrix:
-        weight = tiles_of(*layers, interleaved=interleaved)
+    def _matrix(self, host: Any) -> CMatrix:
+        """The tiles of a layer: those that prompts are multiplied with, where it is held in tiles."""
+        assert isinstance(host, Int8Host)  # by `executor_of`
+        weight, bias = host.tiles(), getattr(host, "bias", None)
         self._kept.append(weight)
-        return weight.matrix
+        if bias is not None:
+            self._kept.append(bias := F.pad(bias.detach().float(), (0, -len(bias) % ROWS)))
+        return weight.matrix(bias)
 
     def _layer(self, block: nn.Module, plan: LayerPlan) -> _CLayer:
         assert isinstance(block, Block)
@@ -341,10 +345,7 @@ class CompiledDecodeStep:
         norms = {n: m for host in (block, attn) for n, m in host.named_children() if isinstance(m, Norm)}
         return _CLayer(
             *(self._keep(norms[n].weight + norms[n].offset) if n in norms else None for n in NORMS),
-            self._matrix(attn.q, attn.k, attn.v),
-            self._matrix(attn.o),
-            self._matrix(mlp.gate, mlp.up, interleaved=True),
-            self._matrix(mlp.down),
+            *map(self._matrix, (attn.q, attn.k, attn.v, attn.o, mlp.gate, mlp.up, mlp.down)),
             *(None, None),  # keys and values
             *(-1 if block.rope_index is None else block.rope_index, plan.attn.window or 0),
         )
@@ -360,13 +361,13 @@ class CompiledDecodeStep:
         num = -(-span.stop // size)
         blocks = (ctypes.c_int64 * num)(*span.blocks[:num])
         result = torch.empty(1, model.head.rows or model.width)
-        row, threads = self._embed[token].contiguous(), torch.get_num_threads()
+        row, threads = self._embed.rows(torch.tensor([token]), torch.float32).contiguous(), torch.get_num_threads()
         row = row if self._embed_scale is None else row * self._embed_scale
         self._step(ctypes.byref(model), row.data_ptr(), span.start, blocks, result.data_ptr(), threads)
         if model.head.rows:
             logits = result[:, : self._vocab]
         else:
-            logits = F.linear(result, self._embed) if self._head is None else self._head(result)
+            logits = self._embed.multiply(result) if self._head is None else self._head(result)
         return logits if self._softcap is None else soft_cap(logits, self._softcap)
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from shoestring.errors import UserError
 from shoestring.formats import Format, FormatHost
 from shoestring.formats.convert import format_hosts
-from shoestring.formats.int8_activations import Int8Linear
+from shoestring.formats.int8_activations import Int8Host
 from shoestring.formats.linear import local
 from shoestring.host.page_locked import HostBuffers
 from shoestring.kernels.comm.copy_table import CopyTable
@@ -169,7 +169,7 @@ def host_memory(like: Mapping[str, Mapping[str, Tensor]], device: torch.device) 
 
 def as_held(host: FormatHost, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Stored parts in the order in which the module holds them."""
-    return dict(host.format.kernel_parts(dict(parts)) if host.kernel_part_names else parts)
+    return dict(host.in_kernel_order(dict(parts)) if host.kernel_part_names else parts)
 
 
 def renew_(host: FormatHost, parts: Mapping[str, Tensor]) -> None:
@@ -177,5 +177,5 @@ def renew_(host: FormatHost, parts: Mapping[str, Tensor]) -> None:
     if host.decoded is not None:
         sent = {n: t.to(host.decoded.device) for n, t in parts.items()}
         host.decoded.copy_(host.format.decode(sent, host.decoded.dtype))
-    if isinstance(host, Int8Linear):
+    if isinstance(host, Int8Host):
         host.int8 = None
