@@ -2,7 +2,7 @@
 
 namespace {
 
-constexpr int64_t BLOCK = 64;
+constexpr int64_t BLOCK_BYTES = 1 << 19;  // of inputs that pass a tile at a time: they stay in the second cache
 
 // Calls work(rank, size) on the threads of torch's operators, or on our own where `pool` is null.
 template <class Work>
@@ -14,15 +14,134 @@ void on_threads(const Pool *pool, int threads, Work &work) {
   });
 }
 
-// y [rows][outputs] of the tile's outputs, R rows from `first` on.
+// Where results go: y [rows][outputs].
+struct Outputs {
+  float *y;
+  int64_t rows, outputs;
+
+  // results [..][width], of R rows from `first` on and outputs from `begin` on; what is outside is left out.
+  void store(const float *results, int R, int64_t first, int64_t begin, int64_t width) const {
+    const int64_t num = std::min(width, outputs - begin);
+    for (int64_t r = 0; r < std::min<int64_t>(R, rows - first); ++r)
+      std::copy(results + r * width, results + r * width + num, y + (first + r) * outputs + begin);
+  }
+};
+
+// R rows from `first` on times a tile.
 template <int R>
-void multiply(const Matrix &m, int64_t t, const Inputs &in, int64_t first, float *y, int64_t outputs) {
+void multiply(const Matrix &m, int64_t t, const Inputs &in, int64_t first, const Outputs &to) {
   float results[R * ROWS];
   product<R>(m, t, in, first, results);
-  const int64_t num = std::min(ROWS, outputs - t * ROWS);
-  for (int r = 0; r < R; ++r)
-    std::copy(results + r * ROWS, results + r * ROWS + num, y + (first + r) * outputs + t * ROWS);
+  to.store(results, R, first, t * ROWS, ROWS);
 }
+
+void multiply(const Matrix &m, int64_t t, const Inputs &in, int64_t first, int64_t stop, const Outputs &to) {
+  for (; first + MOST <= stop; first += MOST) multiply<MOST>(m, t, in, first, to);
+  for (; first < stop; ++first) multiply<1>(m, t, in, first, to);
+}
+
+#if defined(__AVX2__) && defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#define PAIRS
+// -- two tiles at a time, in registers of 64 bytes ----------------------------------------------------------
+
+constexpr int PANEL = 16;  // rows of inputs at a time
+
+inline __m512i pair(const uint8_t *a, const uint8_t *b) {  // 32 bytes of each
+  const auto load = [](const uint8_t *p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i *>(p)); };
+  return _mm512_inserti64x4(_mm512_castsi256_si512(load(a)), load(b), 1);
+}
+inline __m512 pair(const float *a, const float *b) {  // 8 floats of each
+  const __m512d low = _mm512_castpd256_pd512(_mm256_castps_pd(_mm256_loadu_ps(a)));
+  return _mm512_castpd_ps(_mm512_insertf64x4(low, _mm256_castps_pd(_mm256_loadu_ps(b)), 1));
+}
+inline __m512i widened_pair(const uint8_t *a, const uint8_t *b) {  // 8 bytes of each, as integers of 32 bits
+  const auto load = [](const uint8_t *p) { return _mm_loadl_epi64(reinterpret_cast<const __m128i *>(p)); };
+  return _mm512_cvtepu8_epi32(_mm_unpacklo_epi64(load(a), load(b)));
+}
+
+// Rows first to first + R of the inputs as [width / 4][R][4]: what is multiplied together lies together.
+template <int R>
+void make_panel(const Inputs &in, int64_t first, int8_t *panel) {
+  for (int r = 0; r < R; ++r)
+    for (int64_t k = 0; k < in.width; k += 4)
+      __builtin_memcpy(panel + k * R + 4 * r, in.codes.data() + (first + r) * in.width + k, 4);
+}
+
+// As `product` of tiles t and t + 1, to the bit: y [R][16].
+template <int BITS, int R>
+void product_of_pair(const Matrix &m, int64_t t, const Inputs &in, const int8_t *panel, int64_t first, float *y) {
+  constexpr int64_t STEP = BITS == 4 ? 32 : 16;
+  const int64_t groups = m.width / m.group, next = m.width / STEP * PIECE;
+  const uint8_t *piece = m.codes + t * next;
+  const __m512i low_half = _mm512_set1_epi8(15);
+  __m512 out[R];
+  for (int r = 0; r < R; ++r) out[r] = _mm512_setzero_ps();
+  for (int64_t g = 0; g < groups; ++g) {
+    __m512i sum[R];
+    for (int r = 0; r < R; ++r) sum[r] = _mm512_setzero_si512();
+    const auto add = [&sum](__m512i w, const int8_t *x) {
+      for (int r = 0; r < R; ++r) {
+        int32_t quad;
+        __builtin_memcpy(&quad, x + 4 * r, 4);
+        sum[r] = _mm512_dpbusd_epi32(sum[r], w, _mm512_set1_epi32(quad));
+      }
+    };
+    for (int64_t k = 0; k < m.group; k += STEP, panel += STEP * R, piece += PIECE)
+      for (int quad = 0; quad < 4; ++quad) {
+        const __m512i w = pair(piece + 32 * quad, piece + next + 32 * quad);
+        if constexpr (BITS == 8) {
+          add(w, panel + 4 * R * quad);
+          continue;
+        }
+        add(_mm512_and_si512(w, low_half), panel + 4 * R * quad);
+        add(_mm512_and_si512(_mm512_srli_epi16(w, 4), low_half), panel + 4 * R * (quad + 4));
+      }
+    const int64_t at = (t * groups + g) * ROWS, below = at + groups * ROWS;
+    const __m512i zero = widened_pair(m.zero + at, m.zero + below);
+    const __m512 scale = pair(m.scale + at, m.scale + below);
+    for (int r = 0; r < R; ++r) {
+      const __m512i of_zero = _mm512_mullo_epi32(zero, _mm512_set1_epi32(in.sums[(first + r) * groups + g]));
+      out[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_sub_epi32(sum[r], of_zero)), scale, out[r]);
+    }
+  }
+  const __m512 total = _mm512_loadu_ps(m.total + t * ROWS);
+  const __m512 bias = m.bias ? _mm512_loadu_ps(m.bias + t * ROWS) : _mm512_setzero_ps();
+  for (int r = 0; r < R; ++r) {
+    const __m512 centred = _mm512_fmadd_ps(_mm512_set1_ps(-in.zero[first + r]), total, out[r]);
+    _mm512_storeu_ps(y + 2 * ROWS * r, _mm512_fmadd_ps(_mm512_set1_ps(in.level[first + r]), centred, bias));
+  }
+}
+
+// Panels of PANEL rows each; the last one has room for 4, 8 or PANEL.
+struct Panels {
+  const Inputs &in;
+  const int64_t rows;
+  std::vector<int8_t> codes;
+
+  Panels(const Inputs &in, int64_t rows) : in(in), rows(rows), codes((rows + PANEL - 1) / PANEL * PANEL * in.width) {}
+  int64_t num() const { return (rows + PANEL - 1) / PANEL; }
+  // Calls use(integral constant R, first row, codes) for panel i.
+  template <class Use>
+  void visit(int64_t i, Use use) {
+    const int64_t first = i * PANEL, rest = rows - first;
+    int8_t *const own = codes.data() + first * in.width;
+    if (rest <= 4) return use(std::integral_constant<int, 4>(), first, own);
+    if (rest <= 8) return use(std::integral_constant<int, 8>(), first, own);
+    use(std::integral_constant<int, PANEL>(), first, own);
+  }
+};
+
+// Rows first to stop, from the start of a panel on, times tiles t and t + 1.
+void multiply_pair(const Matrix &m, int64_t t, Panels &panels, int64_t first, int64_t stop, const Outputs &to) {
+  for (int64_t i = first / PANEL; i * PANEL < stop; ++i)
+    panels.visit(i, [&](auto R, int64_t row, const int8_t *panel) {
+      float results[R * 2 * ROWS];
+      m.bits == 4 ? product_of_pair<4, R>(m, t, panels.in, panel, row, results)
+                  : product_of_pair<8, R>(m, t, panels.in, panel, row, results);
+      to.store(results, R, row, t * ROWS, 2 * ROWS);
+    });
+}
+#endif
 
 // A row of `bits`-bit codes as they are stored: code i is bits [i * bits, (i + 1) * bits) of the row's bytes.
 void unpack(const uint8_t *stored, int64_t width, int64_t bits, uint8_t *codes) {
@@ -97,24 +216,46 @@ extern "C" void decode_tiles(const Matrix *m, float *y, int64_t outputs, int thr
 }
 
 // x [rows][m->width], y [rows][outputs]; m->rows is `outputs`, up to a multiple of 8. Every thread rounds its share of the
-// rows, then multiplies all of them with its share of the tiles; a tile stays in the nearest cache while BLOCK rows pass.
+// rows, then multiplies all of them with its share of the tiles; a tile stays in the nearest cache while a block passes.
 extern "C" void tiled_linear(const Matrix *m, const float *x, int64_t rows, float *y, int64_t outputs, int threads,
                              const Pool *pool) {
+  const Outputs to{y, rows, outputs};
+  const int64_t tiles = m->rows / ROWS;
   Inputs in;
+#if defined(PAIRS)
+  const int64_t block = std::max<int64_t>(BLOCK_BYTES / m->width / PANEL, 1) * PANEL;
+  in.resize(rows + PANEL, m->width, m->group);  // of the rows behind the last one nothing is stored
+  Panels panels(in, rows);
+  auto round = [&](int64_t rank, int64_t size) {
+    for (int64_t i = panels.num() * rank / size; i < panels.num() * (rank + 1) / size; ++i)
+      panels.visit(i, [&](auto R, int64_t first, int8_t *panel) {
+        for (int64_t r = first; r < std::min(rows, first + R); ++r) in.round(x + r * m->width, r);
+        make_panel<R>(in, first, panel);
+      });
+  };
+  auto multiply_all = [&](int64_t rank, int64_t size) {
+    const int64_t num = (tiles + 1) / 2;
+    for (int64_t first = 0; first < rows; first += block)
+      for (int64_t t = 2 * (num * rank / size); t < 2 * (num * (rank + 1) / size); t += 2) {
+        const int64_t stop = std::min(rows, first + block);
+        if (t + 1 == tiles || rows == 1)
+          for (int64_t i = t; i < std::min(t + 2, tiles); ++i) multiply(*m, i, in, first, stop, to);
+        else
+          multiply_pair(*m, t, panels, first, stop, to);
+      }
+  };
+#else
+  const int64_t block = std::max<int64_t>(BLOCK_BYTES / m->width / MOST, 1) * MOST;
   in.resize(rows, m->width, m->group);
   auto round = [&](int64_t rank, int64_t size) {
     for (int64_t r = rows * rank / size; r < rows * (rank + 1) / size; ++r) in.round(x + r * m->width, r);
   };
   auto multiply_all = [&](int64_t rank, int64_t size) {
-    const int64_t tiles = m->rows / ROWS;
-    for (int64_t block = 0; block < rows; block += BLOCK)
-      for (int64_t t = tiles * rank / size; t < tiles * (rank + 1) / size; ++t) {
-        const int64_t stop = std::min(rows, block + BLOCK);
-        int64_t r = block;
-        for (; r + MOST <= stop; r += MOST) multiply<MOST>(*m, t, in, r, y, outputs);
-        for (; r < stop; ++r) multiply<1>(*m, t, in, r, y, outputs);
-      }
+    for (int64_t first = 0; first < rows; first += block)
+      for (int64_t t = tiles * rank / size; t < tiles * (rank + 1) / size; ++t)
+        multiply(*m, t, in, first, std::min(rows, first + block), to);
   };
+#endif
   on_threads(pool, threads, round);
   on_threads(pool, threads, multiply_all);
 }

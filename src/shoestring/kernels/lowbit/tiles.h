@@ -8,7 +8,7 @@
 // the low halves belong to 16 inputs and the high halves to the next 16; at 8 bits both belong to the same 16.
 // Integer products are therefore accumulated with one row per lane, and no sum crosses lanes.
 //
-// Products are Arm's dot products, x86's AVX-512 VNNI or AVX2; elsewhere a loop. All give the same integers.
+// Products are Arm's dot products, x86's AVX-512 VNNI, AVX-VNNI or AVX2; elsewhere a loop. All give the same integers.
 
 #include <algorithm>
 #include <atomic>
@@ -131,6 +131,8 @@ void on_pool(const Pool &pool, int threads, Work &work) {
 
 // -- rows of inputs in 8 bits -------------------------------------------------------------------------------
 
+typedef float Lanes __attribute__((vector_size(4 * LANES)));  // the compiler splits it as the processor needs
+
 struct Inputs {
   int64_t width = 0, groups = 0;
   std::vector<int8_t> codes;
@@ -143,16 +145,14 @@ struct Inputs {
   }
 
   void round(const float *__restrict x, int64_t row) {
-    float low[LANES] = {}, high[LANES] = {}, sum[LANES] = {};
-    for (int64_t k = 0; k < width; k += LANES)
-      for (int j = 0; j < LANES; ++j) {
-        const float v = x[k + j];
-        low[j] = v < low[j] ? v : low[j];
-        high[j] = v > high[j] ? v : high[j];
-        sum[j] += v;
-      }
+    Lanes low = {}, high = {}, sum = {};
+    for (int64_t k = 0; k < width; k += LANES) {
+      Lanes v;
+      __builtin_memcpy(&v, x + k, sizeof v);
+      low = v < low ? v : low, high = v > high ? v : high, sum += v;
+    }
     for (int j = 1; j < LANES; ++j) {
-      low[0] = std::fmin(low[0], low[j]), high[0] = std::fmax(high[0], high[j]);
+      low[0] = low[j] < low[0] ? low[j] : low[0], high[0] = high[j] > high[0] ? high[j] : high[0];
       sum[0] += sum[j];
     }
     const float step = (high[0] - low[0]) / 255;
@@ -161,15 +161,15 @@ struct Inputs {
     level[row] = step + 0 * sum[0];  // nan where an input is nan or infinite
     zero[row] = offset;
     int8_t *__restrict out = codes.data() + row * width;
-    for (int64_t k = 0; k < width; ++k) {
+    const int64_t num = width, num_groups = groups, group = num / num_groups;  // bytes might be written into members
+    for (int64_t k = 0; k < num; ++k) {
       const float q = std::nearbyint(x[k] * inverse) + offset;
       out[k] = static_cast<int8_t>(static_cast<int32_t>(q < -128 ? -128 : q > 127 ? 127 : q));
     }
-    const int64_t group = width / groups;
-    for (int64_t g = 0; g < groups; ++g) {
+    for (int64_t g = 0; g < num_groups; ++g) {
       int32_t s = 0;
       for (int64_t k = g * group; k < (g + 1) * group; ++k) s += out[k];
-      sums[row * groups + g] = s;
+      sums[row * num_groups + g] = s;
     }
   }
 };
@@ -243,8 +243,16 @@ inline __m256i quad_of(const uint8_t *piece, int quad) {  // of the weights
 inline __m256i low_halves(__m256i w) { return _mm256_and_si256(w, _mm256_set1_epi8(15)); }
 inline __m256i high_halves(__m256i w) { return low_halves(_mm256_srli_epi16(w, 4)); }
 
-#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+#if (defined(__AVX512VNNI__) && defined(__AVX512VL__)) || defined(__AVXVNNI__)
 constexpr int MOST = 8;
+
+inline __m256i add_products(__m256i sum, __m256i w, __m256i x) {
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+  return _mm256_dpbusd_epi32(sum, w, x);
+#else
+  return _mm256_dpbusd_avx_epi32(sum, w, x);
+#endif
+}
 
 template <int BITS, int R>
 struct Total {
@@ -270,7 +278,7 @@ struct Total {
   }
 
  private:
-  static void join(__m256i &sum, __m256i w, const int8_t *x) { sum = _mm256_dpbusd_epi32(sum, w, quad_of(x)); }
+  static void join(__m256i &sum, __m256i w, const int8_t *x) { sum = add_products(sum, w, quad_of(x)); }
 };
 #else
 constexpr int MOST = 4;
