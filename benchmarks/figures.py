@@ -249,7 +249,7 @@ def quality_bits() -> str:
 def ptq_domains() -> str:
     """What methods without training lose on the kind of text they were calibrated on, and on others; int4:g64."""
     domains = experiment("ptq_domains")
-    found = {n["case"]: n for n in newest(domains.BENCH) if n["config"]["format"] in ("dense", "int4:g64")}
+    found = {n["case"]: n for n in domains.measured() if n["config"]["format"] in ("dense", "int4:g64")}
     bars, others = [], [kind for kind in domains.DOMAINS if kind != "wiki"]
     for case in (c for c in domains.SHOWN if c in found):
         name = domains.said(found[case]["config"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -12,13 +11,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from benchmarks.smollm2 import need_smollm2
+from benchmarks.smollm2 import need_smollm2, novels
 from experiments.lowbit_methods import Subject
 from experiments.stories260k import BOS, StoryCodec, load_stories
 from experiments.trained_model import fingerprint, open_trained
-from shoestring.model import Tokenizer, load_model
+from shoestring.model import load_model
 from shoestring.recipes.train import dense
 from shoestring.serve.engine.sampling import Sampling
 from shoestring.shrink.blockwise import Blockwise
@@ -92,16 +90,6 @@ def smollm2(args: argparse.Namespace, folder: Path) -> Subject:
         novels=novels(args.assets, tokenizer, min(1 << 16, args.tokens or 1 << 16)),
         told={"text": args.text_name} if args.text_name else {},
     )
-
-
-def novels(assets: Path, tokenizer: Tokenizer, most: int = 1 << 16) -> Tensor | None:
-    """Passages of novels (those of LAMBADA): a kind of text that no method sees before it is measured."""
-    path = assets / "eval/lambada_openai.jsonl"
-    if not path.is_file():
-        return None
-    passages = [json.loads(line) for line in path.read_text().splitlines()]
-    found = tokenizer.encode_batch([p["context"] + p["continuation"] + "\n\n" for p in passages], special=False)
-    return torch.tensor([i for passage in found for i in passage][:most])
 
 
 def kept(args: argparse.Namespace, folder: Path) -> Subject:

@@ -35,8 +35,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from benchmarks.results import device_name, markdown, newest, provenance, record
-from benchmarks.smollm2 import need_smollm2
-from experiments.lowbit_subjects import SMOLLM2, novels
+from benchmarks.smollm2 import need_smollm2, novels
+from experiments.lowbit_subjects import SMOLLM2
 from experiments.lowbit_tables import best_settings
 from experiments.time_budget import OutOfTime, TimeBudget
 from shoestring.errors import UserError, as_command

@@ -1,6 +1,7 @@
 """Which method without training is best across kinds of text, and which calibration text it needs.
 
     python -m experiments.ptq_domains --assets FOLDER --model FILE         seconds a cell on a GPU
+    ... --tokens 4096 --formats int4:g64         minutes a cell on a CPU, which computes in fp32: a table of its own
     ... --seconds 240 --missing                  stop before the time is over; leave out what the results have
     ... --share 0/2                              every second cell: two processes share one GPU
 
@@ -191,7 +192,11 @@ def main() -> None:
     full = copy.deepcopy(model)
     batch = 16 if cuda else 1
     common = {"model": args.name, "context": CONTEXT, "tokens": args.tokens * len(DOMAINS)}
-    known = [(n["case"], n["config"]["format"]) for n in newest(BENCH) if n["device"] == device_name()]
+    known = [
+        (n["case"], n["config"]["format"])
+        for n in newest(BENCH)
+        if n["device"] == device_name() and n["config"]["tokens"] == common["tokens"]
+    ]
     dense = {kind: judge(full, full, tokens, batch)[0] for kind, tokens in test.items()}
     print("dense".ljust(30), *(f"{kind} {value:.2f}" for kind, value in dense.items()), flush=True)
     if args.share[0] == 0:
@@ -268,19 +273,31 @@ SHOWN = (
 )
 
 
+def measured(cpu: bool = False) -> list[dict[str, Any]]:
+    """The lines of SmolLM2 that compare: of GPUs, which compute in bf16, or of CPUs, which compute in fp32; on as many
+    tokens as the full model was measured on last."""
+    lines = [n for n in newest(BENCH) if n["config"]["model"] == SMOLLM2 and ("CPU" in n["device"]) == cpu]
+    tokens = [n["config"]["tokens"] for n in lines if n["case"] == "dense"]
+    return [n for n in lines if n["config"]["tokens"] == tokens[-1]]
+
+
 def table() -> str:
     """Perplexity by kind of text: rows are methods and calibration texts."""
-    return _table(None)
+    return _table(measured())
 
 
 def short() -> str:
     """The rows that say what matters."""
-    return _table(SHOWN)
+    return _table(measured(), SHOWN)
 
 
-def _table(shown: Sequence[str] | None) -> str:
+def on_cpu() -> str:
+    """The rows of a CPU."""
+    return _table(measured(cpu=True))
+
+
+def _table(lines: list[dict[str, Any]], shown: Sequence[str] | None = None) -> str:
     """Best first within a format, by mean divergence."""
-    lines = [n for n in newest(BENCH) if n["config"]["model"] == SMOLLM2]
     if not lines:
         return "Not measured yet."
     dense = next(n for n in lines if n["case"] == "dense")

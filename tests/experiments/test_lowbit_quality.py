@@ -429,6 +429,29 @@ def test_table_and_verdicts_read_the_results(tmp_path: Path, monkeypatch: pytest
     assert "fp3:s2:g192" in absent and "fp4:s1:g64" in absent
 
 
+def test_rows_on_a_part_of_the_text_have_their_own_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def line(method: str, label: str, value: float, tokens: int, device: str, **quality: float) -> str:
+        config = {"model": lowbit_tables.SMOLLM2, "method": method, "format": label, "bits": 3.5, "seed": 0,
+                  "training_tokens": 0, "tokens": tokens, "context": 2048}  # fmt: skip
+        told = {"case": f"{method} {label}", "metric": "perplexity", "config": config, "device": device, "note": ""}
+        told |= {"quality": {"perplexity": value, **quality}, "value": value}
+        return json.dumps({**told, "versions": {}, "commit": "c", "date": "2026-01-01"})
+
+    monkeypatch.setattr("benchmarks.results.RESULTS", tmp_path)
+    gpu = [line("dense", "dense", 20.0, 9000, "GPU"), line("rtn", "int3:g64", 40.0, 9000, "GPU")]
+    (tmp_path / "lowbit_quality.jsonl").write_text("\n".join(gpu))
+    assert lowbit_tables.two_scales_off_text() == "Not measured yet."
+    cpu = [line("rtn", "nf3:s2:g64", value, 4096, "CPU", novels=90.0) for value in (31.0, 30.0)]  # the newest counts
+    cpu.append(line("dense", "dense", 22.0, 4096, "CPU", novels=50.0))
+    (tmp_path / "lowbit_quality.jsonl").write_text("\n".join([*gpu, *cpu]))
+    page = lowbit_tables.two_scales_off_text()
+    assert "| 3 | 64 | rounding |  |  | 30.00 / 90.00 |" in page and "31.00" not in page
+    assert "first 4,096 tokens" in page and "(full precision 22.00 / 50.00)" in page
+    found = lowbit_tables.best_settings()
+    assert found[lowbit_tables.SMOLLM2, "dense", "dense"].perplexities == [20.0]
+    assert (lowbit_tables.SMOLLM2, "rtn", "nf3:s2:g64") not in found
+
+
 def test_rates_are_compared_at_as_many_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def line(method: str, seed: int, value: float, tokens: int = 100, **more: Any) -> str:
         config = {"model": lowbit_tables.STORIES, "method": method, "format": "int2:g64", "bits": 2.375, "seed": seed,
