@@ -10,7 +10,9 @@ the latter also as on a machine without a C++ compiler; llama.cpp on the GGUF fi
 head Q8_0), through llama-cpp-python in an interpreter that has it, and on files that its own quantizer makes of it
 (Q4_0 and IQ4_NL, which it repacks for Arm and AVX2 when it loads them; the head stays Q8_0). 4-bit weights are rounded
 to nearest; with `--shrunk FOLDER`, which `shoestring run shrink/ptq model=FILE.gguf format=int4:g64` leaves, there is
-also a row of the default method of that recipe. Ratios are to the fastest row of llama.cpp.
+also a row of the default method of that recipe; with `--file FILE.gguf`, which `python -m benchmarks.cpu_decode file
+--llama-python PYTHON --file FILE.gguf` makes, one of llama.cpp's own Q4_0, multiplied as it is: the same weights in
+both programs. Ratios are to the fastest row of llama.cpp.
 
 Speed: greedy, `--prompt` tokens in, `--new` out, one request, the time of every step but the first. Every row has its
 own process, and the rows take turns, `--rounds` times, so that a busy machine slows all of them; waiting rows sleep.
@@ -60,14 +62,15 @@ FORMATS = ("int4:g64", "int4:sym:g64")
 LLAMA = ("llama.cpp Q4_1", "llama.cpp Q4_0", "llama.cpp IQ4_NL")  # the first is the file that all rows come from
 WHOLE, BARE = ", 8-bit activations and head", ", no compiler"
 SHRUNK = "int4:g64 by gptq+clip" + WHOLE  # of --shrunk
-STEPPED = (*(f + WHOLE for f in FORMATS), SHRUNK)
+FILE = "llama.cpp's Q4_0 file, 8-bit activations"  # of --file, in our engine
+STEPPED = (*(f + WHOLE for f in FORMATS), SHRUNK, FILE)
 KINDS = (", decoded", ", 8-bit activations", WHOLE, WHOLE + BARE)
 EMBED = "int8:g0"  # of embedding and head, as recipes leave them
 PROMPT = "prompt_tokens_per_s"
 COMMAND, MEMORY = "command_s", "peak_mb"
 ARM = "aarch64 CPU, 2 cores"  # of the figure
-CASES = ("fp32", *(f + kind for f in FORMATS for kind in KINDS), SHRUNK, *LLAMA)
-TIMED = ("fp32", *(f + kind for f in FORMATS for kind in KINDS[2:]), SHRUNK, *LLAMA)
+CASES = ("fp32", *(f + kind for f in FORMATS for kind in KINDS), SHRUNK, FILE, *LLAMA)
+TIMED = ("fp32", *(f + kind for f in FORMATS for kind in KINDS[2:]), SHRUNK, FILE, *LLAMA)
 CONTEXT, WINDOWS = 512, 6
 TEXTS = {  # metric: what its text is
     "perplexity": "WikiText-2 test, tokenised edition",
@@ -141,16 +144,17 @@ def against_llama(speed: dict[tuple[str, int, str], dict[str, Any]]) -> str:
 # -- models --------------------------------------------------------------------------------------------------
 
 
-def build(case: str, shrunk: Path | None, model: Decoder | None = None) -> Decoder:
-    """`model`: one that was loaded already."""
-    if case == SHRUNK:
-        assert shrunk is not None
-        model = load_model(shrunk).model
+def build(case: str, given: dict[str, Path | None], model: Decoder | None = None) -> Decoder:
+    """`given`: the folder or file of a case that has one; `model`: one that was loaded already."""
+    if case in given:
+        path = given[case]
+        assert path is not None
+        model = load_model(path, packed=True).model
     model = model or load_model(need_smollm2()).model
     if case == "fp32":
         return model
     label, _, kind = case.removesuffix(BARE).partition(", ")
-    if case != SHRUNK:
+    if case not in given:
         rules = [("*", parse_format(label))]
         convert(model, with_embedding(rules, EMBED, model) if kind.endswith("head") else rules)
         pack(model)
@@ -222,7 +226,7 @@ def measure_quality(args: argparse.Namespace) -> None:
             value = row.ask({"perplexity": tokens.tolist(), "threads": 1})["perplexity"]
             row.close()
         else:
-            built, model = build(case, args.shrunk, model), None
+            built, model = build(case, args.given, model), None
             value = (perplexity_by_token if metric == "perplexity_by_token" else perplexity)(built, tokens)
         known[case, metric] = value
         base = known.get(("fp32", "perplexity_novels" if metric == "perplexity_novels" else "perplexity"))
@@ -265,11 +269,11 @@ def time_steps(model: Decoder, prompt: list[int], new: int, threads: int) -> dic
     return seconds
 
 
-def answer(case: str, shrunk: Path | None) -> None:
+def answer(case: str, given: dict[str, Path | None]) -> None:
     """The process that `speed` starts for each row of ours: one request per line, one answer per line."""
     if case.endswith(BARE):
         os.environ["CXX"] = "none"
-    model = build(case, shrunk)
+    model = build(case, given)
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:
         print(json.dumps(time_steps(model, **json.loads(line))), flush=True)
@@ -309,7 +313,7 @@ def measure_speed(args: argparse.Namespace) -> None:
     rows: dict[str, Row] = {}
     try:
         for case in cases:
-            rows[case] = Row(llama(args.llama_python, case) if case in LLAMA else ours(case, args.shrunk))
+            rows[case] = Row(llama(args.llama_python, case) if case in LLAMA else ours(case, args.given))
         for threads in args.threads:
             found: dict[str, dict[str, list[float]]] = {c: {"wall": [], "processor": [], "prompt": []} for c in cases}
             for _ in range(args.rounds):
@@ -354,9 +358,10 @@ def save_speed(
         print(f"{threads} threads, {what:9} {case:44} {value:7.1f} tokens/s  best step {best:6.2f} ms", flush=True)
 
 
-def ours(case: str, shrunk: Path | None) -> list[str]:
+def ours(case: str, given: dict[str, Path | None]) -> list[str]:
     command = [sys.executable, "-m", "benchmarks.cpu_decode", "one", "--cases", case]
-    return command if shrunk is None else [*command, "--shrunk", str(shrunk)]
+    flags = {SHRUNK: "--shrunk", FILE: "--file"}
+    return [*command, flags[case], str(given[case])] if case in given else command
 
 
 # -- start and memory ----------------------------------------------------------------------------------------
@@ -380,7 +385,7 @@ def measure_start(args: argparse.Namespace) -> None:
     generate = [sys.executable, "-m", "shoestring", "generate"]
     prompt = ["Once upon a time", "--max-tokens", "1"]
     asked: dict[tuple[str, str], tuple[list[str], float]] = {}
-    models = [(MODEL, args.shrunk, need_smollm2())]
+    models = [(MODEL, args.shrunk, args.file)]
     if args.large:
         models.append((args.large_name, args.large, args.large_gguf))
     for name, folder, gguf in models:
@@ -389,9 +394,11 @@ def measure_start(args: argparse.Namespace) -> None:
             command = [*generate, str(folder), *prompt]
             asked[name, "int4, decoded to fp32"] = command, size
             asked[name, "int4, 8-bit activations"] = [*command, "--int8-activations"], size
-        if gguf is not None and args.llama_python:
-            command = [args.llama_python, "-c", LLAMA_START, str(gguf)]
-            asked[name, f"llama.cpp {gguf_type(gguf)}"] = command, gguf.stat().st_size / 1e6
+        if gguf is not None:
+            command, size = [*generate, str(gguf), *prompt, "--int8-activations"], gguf.stat().st_size / 1e6
+            asked[name, f"{gguf_type(gguf)} file, 8-bit activations"] = command, size
+            if args.llama_python:
+                asked[name, f"llama.cpp {gguf_type(gguf)}"] = [args.llama_python, "-c", LLAMA_START, str(gguf)], size
     found: dict[tuple[str, str], list[tuple[float, float]]] = {key: [] for key in asked}
     for turn in range(args.rounds + 1):
         for key, (command, _) in asked.items():
@@ -440,7 +447,7 @@ import numpy as np
 from llama_cpp import Llama
 
 window = 512
-path, kind = sys.argv[1:]
+path, kind, *made = sys.argv[1:]  # made: where the file is kept
 
 def requantized(kind, out):
     settings = llama_cpp.llama_model_quantize_default_params()
@@ -453,7 +460,7 @@ def requantized(kind, out):
 
 kept = tempfile.TemporaryDirectory()
 if kind != "Q4_1":
-    path = requantized(kind, f"{kept.name}/{kind}.gguf")
+    path = requantized(kind, made[0] if made else f"{kept.name}/{kind}.gguf")
 
 def score(model, tokens):
     total, count = 0.0, 0
@@ -494,21 +501,22 @@ for line in sys.stdin:
 """
 
 
-def llama(python: str, case: str) -> list[str]:
-    """A row of llama.cpp, in the interpreter that has llama-cpp-python."""
+def llama(python: str, case: str, *made: str) -> list[str]:
+    """A row of llama.cpp, in the interpreter that has llama-cpp-python. `made`: where its file is kept."""
     if not python:
         raise SystemExit("llama.cpp needs --llama-python, an interpreter with llama-cpp-python installed")
-    return [python, "-c", LLAMA_SCRIPT, str(need_smollm2()), case.split()[-1]]
+    return [python, "-c", LLAMA_SCRIPT, str(need_smollm2()), case.split()[-1], *made]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "part", choices=["quality", "speed", "start", "one"], help="one: what speed starts for each row"
+        "part", choices=["quality", "speed", "start", "file", "one"], help="one: what speed starts for each row"
     )
     parser.add_argument("--assets", type=Path, help="holds text/wikitext-2/ and eval/lambada_openai.jsonl; for quality")
     parser.add_argument("--llama-python", default="", help="an interpreter with llama-cpp-python")
     parser.add_argument("--shrunk", type=Path, help="the model/ folder of a run of shrink/ptq with format=int4:g64")
+    parser.add_argument("--file", type=Path, help="llama.cpp's Q4_0; `file` makes it")
     parser.add_argument("--large", type=Path, help="for start: the folder of a packed model, with a tokenizer")
     parser.add_argument("--large-gguf", type=Path, help="and the file that llama.cpp reads")
     parser.add_argument("--large-name", default="", help="and what it is")
@@ -523,15 +531,19 @@ def main() -> None:
     parser.add_argument("--note", default="")
     args = parser.parse_args()
     args.cases = args.cases or list(TIMED if args.part == "speed" else CASES)
-    args.cases = [c for c in args.cases if c != SHRUNK or args.shrunk]
+    args.given = {SHRUNK: args.shrunk, FILE: args.file}
+    args.cases = [c for c in args.cases if args.given.get(c, Path())]
     if args.part == "one":
-        answer(args.cases[0], args.shrunk)
+        answer(args.cases[0], args.given)
     elif args.part == "quality":
         if args.assets is None:
             parser.error("quality needs --assets")
         measure_quality(args)
     elif args.part == "start":
         measure_start(args)
+    elif args.part == "file":
+        command = llama(args.llama_python, "llama.cpp Q4_0", str(args.file))
+        subprocess.run(command, stdin=subprocess.DEVNULL, check=True)
     else:
         measure_speed(args)
 

@@ -24,7 +24,6 @@ from shoestring.runlog import give_up
 if TYPE_CHECKING:
     from shoestring.model.folder import LoadedModel
     from shoestring.model.skip import SkipSet
-    from shoestring.model.transformer import Decoder
     from shoestring.serve import Engine, SkipPolicy
     from shoestring.serve.engine.logit_rules import SamplingWithRules
     from shoestring.serve.engine.tensor_parallel import Ranks
@@ -48,10 +47,13 @@ def lead(
             ranks.end()
 
 
-def hint_at_speed(model: Decoder) -> None:
-    from shoestring.formats.int8_activations import would_gain
+def hint_at_speed(loaded: LoadedModel) -> None:
+    from shoestring.formats.int8_activations import gains_on, would_gain
+    from shoestring.model.gguf import is_quantized
 
-    if would_gain(model, model.compute_dtype):
+    model = loaded.model
+    in_file = loaded.path.suffix == ".gguf" and gains_on(model, model.compute_dtype) and is_quantized(loaded.path)
+    if in_file or would_gain(model, model.compute_dtype):
         print(
             "hint: --int8-activations may be several times as fast for integer weights on this processor; it rounds "
             "inputs to 8 bits",
@@ -77,7 +79,7 @@ def open_engine(
         guess = open_drafter(drafter, loaded.model, device=str(device), dtype=dtype)
     policy, draft_skip = (None, None) if skip == "none" else find_skips(loaded, skip, context)
     if ranks is None and sys.stderr.isatty():
-        hint_at_speed(loaded.model)
+        hint_at_speed(loaded)
     return Engine(
         loaded.model,
         loaded.tokenizer,

@@ -57,7 +57,7 @@ class Int8Host(FormatHost):
         return "tiles" in self.kernel_part_names
 
     def tiles(self) -> TiledWeight:
-        format = _format_of(self)
+        format = format_of(self)
         held = self.operands() if self.tiled else _tile(self.parts(), format)
         return TiledWeight(held_bits(format.bits), self.shape[0], *held.values())
 
@@ -85,7 +85,7 @@ class Int8Host(FormatHost):
     def row_parts(self, index: Tensor) -> Parts:
         if not self.tiled:
             return super().row_parts(index)
-        format, (codes, scale, zero) = _format_of(self), rows_of(self.tiles(), index)
+        format, (codes, scale, zero) = format_of(self), rows_of(self.tiles(), index)
         scale = scale.to(getattr(torch, format.scale_dtype))
         return {"codes": pack_bits(codes, format.bits), "scale": scale, "zero": zero}
 
@@ -96,13 +96,13 @@ class Int8Host(FormatHost):
         return FormatHost.use_kernels(self) if self._takes_tiles() else super().use_kernels()
 
     def in_kernel_order(self, parts: Parts) -> Parts:
-        return _tile(parts, _format_of(self)) if self._takes_tiles() else super().in_kernel_order(parts)
+        return _tile(parts, format_of(self)) if self._takes_tiles() else super().in_kernel_order(parts)
 
     def in_stored_order(self, operands: Parts) -> Parts:
         return self.row_parts(torch.arange(self.shape[0])) if self.tiled else super().in_stored_order(operands)
 
     def _takes_tiles(self) -> bool:
-        return self.device.type == "cpu" and has_own_kernel() and usable(_format_of(self).group or self.shape[1])
+        return self.device.type == "cpu" and has_own_kernel() and usable(format_of(self).group or self.shape[1])
 
     def unpack(self, dtype: torch.dtype = torch.float32) -> None:
         self.int8 = None
@@ -124,7 +124,7 @@ def _rounding(kind: type[FormatHost]) -> type[FormatHost]:
     return type(f"Int8{kind.__name__}", (Int8Host, kind), {})
 
 
-def _format_of(host: FormatHost) -> IntAsym:
+def format_of(host: FormatHost) -> IntAsym:
     assert isinstance(host.format, IntAsym) and host.packed
     return host.format
 
@@ -136,17 +136,16 @@ def _tile(parts: Parts, format: IntAsym) -> Parts:
 
 def torch_operands(hosts: Sequence[FormatHost]) -> Operands:
     """The hosts, which share input and Format, one below the other as one weight."""
-    format, parts = _format_of(hosts[0]), [h.parts() for h in hosts]
+    format, parts = format_of(hosts[0]), [h.parts() for h in hosts]
     assert all(h.format == format for h in hosts)
     codes, scale, zero = (torch.cat([p[n] for p in parts]) for n in ("codes", "scale", "zero"))
     return pack_operands(unpack_bits(codes, format.bits), scale, zero, format.bits)
 
 
 def product_of(*hosts: Int8Host) -> Callable[[Tensor], Tensor]:
-    """fp32 [T, in] -> the outputs [T, out] of hosts that share input and Format, side by side, without biases."""
-    if hosts[0].tiled:
-        tiles = [h.tiles() for h in hosts]
-        return lambda x_TK: torch.cat([tiled_linear(x_TK, t) for t in tiles], 1)
+    """fp32 [T, in] -> the outputs [T, out] of hosts that share their input, side by side, without biases."""
+    if hosts[0].tiled or any(h.format != hosts[0].format for h in hosts):
+        return lambda x_TK: torch.cat([h.multiply(x_TK) for h in hosts], 1)
     operands = torch_operands(hosts)
     return lambda x_TK: w4a8(x_TK, operands)
 
@@ -171,11 +170,16 @@ def has_int8_kernel(host: FormatHost) -> bool:
     )
 
 
+def gains_on(model: nn.Module, compute_dtype: torch.dtype) -> bool:
+    """Whether integer layers of this model would be much faster here with 8-bit activations."""
+    on_cpu = all(p.device.type == "cpu" for p in model.parameters()) and compute_dtype == torch.float32
+    return on_cpu and (has_own_kernel() or (has_arm_kernels() and unusable() is None))
+
+
 def would_gain(model: nn.Module, compute_dtype: torch.dtype) -> bool:
     """Whether `quantize_activations` would make this model much faster here."""
-    on_cpu = all(p.device.type == "cpu" for p in model.parameters()) and compute_dtype == torch.float32
     waiting = any(has_int8_kernel(m) and not isinstance(m, Int8Host) for _, m in format_linears(model))
-    return on_cpu and waiting and (has_own_kernel() or (has_arm_kernels() and unusable() is None))
+    return waiting and gains_on(model, compute_dtype)
 
 
 def quantize_activations(model: nn.Module, *, compute_dtype: torch.dtype = torch.float32) -> list[str]:

@@ -57,16 +57,17 @@ class LoadedModel:
 
 
 def load_model(
-    path: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+    path: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, packed: bool = False
 ) -> LoadedModel:
     """A Decoder with weights and compute in `dtype`, from a Hugging Face folder, run folder or .gguf file.
 
-    Packed modules keep their stored parts; `dtype` is what they are decoded to.
+    Packed modules keep their stored parts; `dtype` is what they are decoded to. `packed`: quantized matrices of a .gguf
+    file become packed modules (gguf.py), instead of dense ones.
     """
     device = pick_device(str(device))
     if not isinstance(dtype, torch.dtype):
         raise UserError(f"dtype={shown(dtype)} is not a dtype of torch; give for example torch.bfloat16")
-    where, source = _open_source(path)
+    where, source = _open_source(path, packed)
     source.check_size()
     with torch.device("meta"):
         model = Decoder(source.spec)
@@ -277,13 +278,13 @@ def _same_bytes(a: Tensor, b: Tensor) -> bool:
     return torch.equal(x[:whole].view(torch.int64), y[:whole].view(torch.int64)) and torch.equal(x[whole:], y[whole:])
 
 
-def _open_source(path: str | Path) -> tuple[Path, _WeightSource]:
+def _open_source(path: str | Path, packed: bool = False) -> tuple[Path, _WeightSource]:
     found = find_model(path)
     if found.suffix != ".gguf" or not found.is_file():
         return found, _FolderSource(found)
     from shoestring.model.gguf import GgufSource
 
-    return found, GgufSource(found)
+    return found, GgufSource(found, packed=packed)
 
 
 def _with_generation_eos(spec: ModelSpec, folder: Path) -> ModelSpec:

@@ -1,10 +1,13 @@
 """GGUF in: llama.cpp's one-file models, as a ModelSpec, tensors under our names, and a Tokenizer.
 
 `GgufSource` knows where each of our tensors lies in the file and decodes it when it is read, only the rows that are
-asked for: the file is mapped, and no second copy of the model is held. A file is translated completely or refused:
-unknown tensors, missing tensors, unknown block types, and arithmetic that the decoder does not have are errors, because
-a model that is almost right gives almost sensible text. The architecture is checked first: converting the types of a
-file does not help if its architecture is refused afterwards.
+asked for: the file is mapped, and no second copy of the model is held. With `packed` quantized matrices become packed
+layers instead: Q4_0, Q5_0 and Q8_0 exactly (gguf_blocks.GRIDS), other kinds are rounded once more, to 8 bits in groups
+of 32.
+
+A file is translated completely or refused: unknown tensors, missing tensors, unknown block types, and arithmetic that
+the decoder does not have are errors, because a model that is almost right gives almost sensible text. The architecture
+is checked first: converting the types of a file does not help if its architecture is refused afterwards.
 
 Left out: the container (gguf_file.py), names (gguf_names.py), metadata (gguf_spec.py), writing (gguf_write.py), split
 files.
@@ -13,6 +16,7 @@ files.
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +24,20 @@ import torch
 from torch import Tensor
 
 from shoestring.errors import UserError, shown
-from shoestring.model.gguf_file import GgufFile
-from shoestring.model.gguf_names import architecture_named, from_interleaved, place_of, stored_shape
+from shoestring.formats.base import Parts
+from shoestring.formats.convert import format_hosts
+from shoestring.formats.int_asym import IntAsym
+from shoestring.model.gguf_blocks import BLOCK, FLOAT_KINDS, GRIDS, decode_grid
+from shoestring.model.gguf_file import GgufFile, GgufTensor
+from shoestring.model.gguf_names import Place, architecture_named, from_interleaved, place_of, stored_shape
 from shoestring.model.gguf_spec import ROPE_TENSORS, spec_from_metadata
 from shoestring.model.spec import ModelSpec
 from shoestring.model.tokenizer import Tokenizer
 from shoestring.model.transformer import Decoder
 from shoestring.state.boxes import Box
+
+PARTS = ("codes", "scale", "zero")  # of an IntAsym weight
+ENCODED_ROWS = 8192  # at a time: values are in fp32
 
 
 def load_gguf(path: str | Path) -> tuple[ModelSpec, dict[str, Tensor], Tokenizer]:
@@ -39,6 +50,10 @@ def load_gguf(path: str | Path) -> tuple[ModelSpec, dict[str, Tensor], Tokenizer
 def read_metadata(path: str | Path) -> dict[str, Any]:
     """The key/value part of a GGUF file as Python values."""
     return GgufFile(Path(path)).metadata()
+
+
+def is_quantized(path: Path) -> bool:
+    return any(tensor.kind not in FLOAT_KINDS for tensor in GgufFile(path).tensors.values())
 
 
 def find_smollm2() -> Path | None:
@@ -57,7 +72,7 @@ def find_smollm2() -> Path | None:
 class GgufSource:
     """The weights of a file by our names (the `WeightSource` of folder.py)."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, packed: bool = False) -> None:
         self.path, self.file = path, GgufFile(path)
         self._architecture = architecture_named(str(path), self.file.get("general.architecture"))
         self.file.check_places()
@@ -75,9 +90,11 @@ class GgufSource:
             {name: self.file.rows(tensors[name]) for name in ROPE_TENSORS if name in tensors},
             {"bos_id": self._tokenizer.bos_id, "eos_id": self._tokenizer.eos_id},
         )
-        self.formats: dict[str, dict[str, Any]] = {}
-        self.packed_dtype = torch.float32
         self.shapes = self._checked_shapes()
+        self.packed_dtype = torch.float32
+        self._grids = self._integer_grids() if packed else {}
+        self.formats = {module: format.to_json() for module, format in self._grids.items()}
+        self._read: tuple[str, Parts] = ("", {})  # the packed layer that was read last: it is asked for part by part
 
     def _checked_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of our tensors, once each is known to lie in the file, and nothing else does."""
@@ -90,7 +107,9 @@ class GgufSource:
         if spec.num_layers > len(tensors):  # before as many layers are described
             raise UserError(f"{path}: its metadata asks for {spec.num_layers} layers, it has {len(tensors)} tensors")
         with torch.device("meta"):
-            expected = {name: tuple(t.shape) for name, t in Decoder(spec).state_dict().items()}
+            model = Decoder(spec)
+        expected = {name: tuple(t.shape) for name, t in model.state_dict().items()}
+        self._hosts = [name for name, _ in format_hosts(model)]
         places = {name: place_of(self._architecture, spec, name) for name in expected}
         if missing := sorted(name for name, place in places.items() if place.name not in tensors):
             raise UserError(
@@ -116,25 +135,65 @@ class GgufSource:
         pass  # all shapes have been compared
 
     def check_names(self, expected: set[str]) -> None:
-        if expected != set(self.shapes):
-            other = sorted(expected ^ set(self.shapes))[0]
+        known = {n for n in self.shapes if n.removesuffix(".weight") not in self.formats}
+        known |= {f"{module}.weight_{part}" for module in self.formats for part in PARTS}
+        if expected != known:
+            other = sorted(expected ^ known)[0]
             raise UserError(f"{self.path} and the model differ in {other!r}; build the model with the spec of the file")
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self.shapes[name]
+        module, _, part = name.rpartition(".weight_")
+        if module not in self._grids:
+            return self.shapes[name]
+        format, (rows, width) = self._grids[module], self.shapes[f"{module}.weight"]
+        return rows, width * format.bits // 8 if part == "codes" else width // format.group
 
     def read(self, name: str, box: Box) -> Tensor:
+        module, _, part = name.rpartition(".weight_")
+        if module not in self._grids:
+            return self._values(name, box)
+        if self._read[0] != module:
+            self._read = module, self._parts(module)
+        return self._read[1][part][box.slices()]
+
+    def _values(self, name: str, box: Box) -> Tensor:
         place = self._places[name]
-        tensor = self.file.tensors[place.name]
         rows, *rest = box.slices()
-        if place.heads:  # a range of our rows is spread over the rows of its heads
-            values = from_interleaved(self.file.rows(tensor), place.heads)[rows]
-        elif place.expert is not None:
-            values = self.file.rows(tensor, slice(place.expert, place.expert + 1))[0][rows]
-        elif place.flat:
-            values = self.file.rows(tensor)[None][rows]
+        if place.flat:
+            values = self.file.rows(self.file.tensors[place.name])[None][rows]
         else:
-            start = place.rows[0] if place.rows else 0
-            values = self.file.rows(tensor, slice(rows.start + start, rows.stop + start))
+            values = self._rows(place, rows, self.file.rows)
         values = values[(slice(None), *rest)]
         return values - 1 if place.plus_one else values
+
+    def _rows(self, place: Place, rows: slice, fetch: Callable[[GgufTensor, slice], Tensor]) -> Tensor:
+        """A range of our rows, of values or of stored bytes."""
+        tensor = self.file.tensors[place.name]
+        if place.heads:  # a range of our rows is spread over the rows of its heads
+            return from_interleaved(fetch(tensor, slice(None)), place.heads)[rows]
+        if place.expert is not None:
+            return fetch(tensor, slice(place.expert, place.expert + 1))[0][rows]
+        start = place.rows[0] if place.rows else 0
+        return fetch(tensor, slice(rows.start + start, rows.stop + start))
+
+    # -- packed ----------------------------------------------------------------------------------------------
+    def _integer_grids(self) -> dict[str, IntAsym]:
+        """The Formats of the matrices that are quantized in the file."""
+        found = {}
+        for module in self._hosts:
+            name = f"{module}.weight"
+            kind = self.file.tensors[self._places[name].name].kind
+            if kind not in FLOAT_KINDS and self.shapes[name][1] % BLOCK == 0:
+                found[module] = GRIDS[kind][0] if kind in GRIDS else IntAsym(8, BLOCK)
+        return found
+
+    def _parts(self, module: str) -> Parts:
+        name = f"{module}.weight"
+        place, (num_rows, width) = self._places[name], self.shapes[name]
+        kind = self.file.tensors[place.name].kind
+        if kind in GRIDS:
+            return decode_grid(self._rows(place, slice(0, num_rows), self.file.blocks), kind)
+        ranges = [(at, min(at + ENCODED_ROWS, num_rows)) for at in range(0, num_rows, ENCODED_ROWS)]
+        pieces = [self._values(name, Box((start, 0), (stop, width))) for start, stop in ranges]
+        made = [self._grids[module].encode(w_NK, {}) for w_NK in pieces]
+        return {part: torch.cat([m[part] for m in made]) for part in PARTS}

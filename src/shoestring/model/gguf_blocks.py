@@ -5,9 +5,10 @@ An integer weight of ours is (q - z) * s with a 16-bit scale s per group. llama.
     Q4_0  d * n,  -8 <= n < 8       Q5_0  d * n,  -16 <= n < 16      Q8_0  d * n,  -128 <= n < 128
     Q4_1  d * q + m,  0 <= q < 16   Q5_1  d * q + m,  0 <= q < 32
 
-With d = s and n = q - z the first three hold our values bit for bit, as far as n fits: symmetric int4 and all of int2
-and int3 are Q4_0, asymmetric int4 is Q5_0, symmetric int8 is Q8_0. Q4_1 keeps the codes of int4 in half a bit less
-than Q5_0 and rounds m = -z * s to fp16; that is exact for some groups only. Groups must be multiples of 32.
+With d = s and n = q - z the first three hold our values bit for bit (`decode_grid` reads them back), as far as n fits:
+symmetric int4 and all of int2 and int3 are Q4_0, asymmetric int4 is Q5_0, symmetric int8 is Q8_0. Q4_1 keeps the codes
+of int4 in half a bit less than Q5_0 and rounds m = -z * s to fp16; that is exact for some groups only. Groups must be
+multiples of 32.
 
 Every result is decoded again and compared, so "exact" is a measurement. All other weights go through the quantizers of
 the `gguf` package.
@@ -28,7 +29,7 @@ from shoestring.formats import Format
 from shoestring.formats.base import Parts
 from shoestring.formats.groups import group_width
 from shoestring.formats.int_asym import IntAsym
-from shoestring.kernels.lowbit.packing import unpack_bits
+from shoestring.kernels.lowbit.packing import pack_bits, unpack_bits
 
 BLOCK = 32
 _PIECE = 1 << 22  # weights that are compared at a time
@@ -37,6 +38,14 @@ FLOAT_KINDS = ("F32", "F16", "BF16")
 KINDS = ("MXFP4", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16", "BF16", "F32")
 _LOWEST = {"Q4_0": -8, "Q5_0": -16, "Q8_0": -128}  # n of these begins here, and ends at its negative
 _OFFSET_TOP = {"Q4_1": 16, "Q5_1": 32}
+_BLOCK_BYTES = {"Q4_0": 18, "Q5_0": 22, "Q8_0": 34}
+
+# Kinds whose values are those of a Format of ours, and its zero point.
+GRIDS = {
+    "Q4_0": (IntAsym(4, BLOCK, symmetric=True), 8),
+    "Q5_0": (IntAsym(8, BLOCK), 16),
+    "Q8_0": (IntAsym(8, BLOCK, symmetric=True), 128),
+}
 
 
 @dataclass(frozen=True)
@@ -86,6 +95,24 @@ def encode_grid(format: Format, parts: Parts, weight: Tensor, kind: str) -> Bloc
         return None
     heads = [h[..., None].view(torch.uint8) for h in head]
     return _measured(kind, torch.cat([*heads, *_packed(numbers, kind)], dim=-1).flatten(1), weight)
+
+
+def decode_grid(data: Tensor, kind: str) -> Parts:
+    """Blocks of a kind of GRIDS, bytes [rows, n], as parts of its Format: the same values, bit for bit."""
+    format, middle = GRIDS[kind]
+    blocks = data.view(len(data), -1, _BLOCK_BYTES[kind])
+    scale = blocks[..., :2].contiguous().view(torch.float16)[..., 0]
+    numbers = blocks[..., 2:]
+    if kind == "Q8_0":
+        codes = (numbers.contiguous().view(torch.int8).to(torch.int16) + middle).to(torch.uint8)
+    else:
+        nibbles = numbers[..., -BLOCK // 2 :]
+        codes = torch.cat([nibbles & 15, nibbles >> 4], dim=-1)
+        if kind == "Q5_0":
+            fifth = numbers[..., :4, None] >> torch.arange(8, dtype=torch.uint8) & 1
+            codes = codes | fifth.flatten(-2) << 4
+    zero = torch.full(scale.shape, middle, dtype=torch.uint8)
+    return {"codes": pack_bits(codes.flatten(1), format.bits), "scale": scale, "zero": zero}
 
 
 def _packed(numbers: Tensor, kind: str) -> list[Tensor]:

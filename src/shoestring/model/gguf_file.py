@@ -89,9 +89,7 @@ class GgufFile:
         """The values of a tensor, or of a range along its first dim, in fp32."""
         from gguf.quants import dequantize
 
-        width = tensor.num_bytes * tensor.shape[-1] // math.prod(tensor.shape)
-        raw = np.frombuffer(self._map, np.uint8, tensor.num_bytes, tensor.offset)
-        raw = raw.reshape(*tensor.shape[:-1], width)
+        raw = self._bytes(tensor)
         if len(tensor.shape) > 1:
             raw = raw[index]
         try:
@@ -101,6 +99,15 @@ class GgufFile:
         except NotImplementedError as error:
             raise UserError(f"{self.path}: tensor {shown(tensor.name)} cannot be decoded ({error})") from None
         return values[index] if len(tensor.shape) == 1 else values
+
+    def blocks(self, tensor: GgufTensor, index: slice = slice(None)) -> Tensor:
+        """The stored bytes of a tensor, or of a range along its first dim, [..., bytes of a row]; a copy."""
+        return torch.from_numpy(np.array(self._bytes(tensor)[index]))
+
+    def _bytes(self, tensor: GgufTensor) -> Any:
+        width = tensor.num_bytes * tensor.shape[-1] // math.prod(tensor.shape)
+        raw = np.frombuffer(self._map, np.uint8, tensor.num_bytes, tensor.offset)
+        return raw.reshape(*tensor.shape[:-1], width)
 
     def check_places(self) -> None:
         """Types are known; tensors lie one behind the other, aligned and inside the file."""

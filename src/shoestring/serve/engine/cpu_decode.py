@@ -34,7 +34,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoestring.formats.int8_activations import Int8Host, product_of
+from shoestring.formats.int8_activations import Int8Host, format_of, product_of
 from shoestring.kernels.lowbit.tiled_linear import MOST_INPUTS, ROWS, CMatrix, compiled, pointer, usable
 from shoestring.kernels.runtime.triton_backend import fall_back
 from shoestring.model.attention import rope_frequencies, soft_cap
@@ -114,7 +114,7 @@ def _rounds_inputs(model: nn.Module) -> bool:
         for layers in ((attn.q, attn.k, attn.v), (attn.o,), inner, (mlp.down,)):
             if not all(isinstance(x, Int8Host) and x.packed for x in layers):
                 return False
-            if any(x.format != layers[0].format for x in layers):
+            if len({format_of(x).group for x in layers}) > 1:  # their input is rounded once
                 return False
     return not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 

@@ -243,7 +243,7 @@ def _main(
 ) -> None:
     ranks = open_ranks(str(device), lost_after_s=options.rank_timeout_s)
     if ranks is not None and not ranks.first:
-        loaded = load_model(model_path, dtype=dtype)
+        loaded = load_model(model_path, dtype=dtype, packed=options.int8_activations)
         ranks.share(loaded.model)
         _convert(loaded.model, options, dtype)
         for sig in (signal.SIGTERM, signal.SIGINT):
@@ -314,7 +314,8 @@ def _serve(
     http_process: HttpProcess | None,
 ) -> None:
     # A model for several ranks is sharded first and then sent to its device.
-    loaded = load_model(model_path, device=device if ranks is None else "cpu", dtype=dtype)
+    start = device if ranks is None else "cpu"
+    loaded = load_model(model_path, device=start, dtype=dtype, packed=options.int8_activations)
     if loaded.tokenizer is None:
         raise UserError(f"{model_path} has no tokenizer, and a server talks in text; add tokenizer.json")
     if template is not None:

@@ -1,0 +1,103 @@
+"""GGUF files whose quantized matrices stay packed: the same values in every architecture, what is rounded once more,
+and 8-bit activations on such a file."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from test_gguf_write import FAMILIES, family_model, logits_of, packed_model
+
+from shoestring.cli.app import run_cli
+from shoestring.errors import UserError
+from shoestring.formats import convert, int8_activations, pack, parse_format
+from shoestring.formats.convert import format_hosts
+from shoestring.formats.int8_activations import quantize_activations
+from shoestring.formats.int_asym import IntAsym
+from shoestring.kernels.runtime.cpp import find_compiler
+from shoestring.model import load_model, save_model
+from shoestring.model.gguf import is_quantized
+from shoestring.model.gguf_write import save_gguf
+from shoestring.serve.engine.cpu_decode import CompiledDecodeStep, executor_of
+from tiny import LLAMA, random_model, tiny_tokenizer
+
+SPEC = replace(LLAMA, d_model=64, head_dim=16, d_ff=96)  # rows are whole blocks, and one step takes such heads
+needs_kernels = pytest.mark.skipif(int8_activations.refusal() is not None, reason=str(int8_activations.refusal()))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_matrices_of_every_architecture_have_the_values_of_the_file(family: str, tmp_path: Path) -> None:
+    save_gguf(tmp_path / "m.gguf", family_model(family), tiny_tokenizer(), kind="Q4_0")
+    dense, packed = (load_model(tmp_path / "m.gguf", packed=p).model for p in (False, True))
+    labels = {name: host.format.label for name, host in format_hosts(packed) if host.packed}
+    # Embeddings and heads are Q8_0, which has fewer errors; rows that are no blocks are dense.
+    assert set(labels.values()) == {"int4:sym:g32", "int8:sym:g32"}
+    assert labels["embed"] == "int8:sym:g32" and len(labels) >= len(dict(format_hosts(packed))) - 2
+    for name, host in format_hosts(packed):
+        original = dense.get_submodule(name)
+        assert torch.equal(host.effective_weight(torch.float32), original.weight), name  # type: ignore[arg-type]
+    torch.testing.assert_close(logits_of(packed), logits_of(dense), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("kind", "label"), [("Q5_0", "int8:g32"), ("Q8_0", "int8:sym:g32")])
+def test_other_grids_of_ours(kind: str, label: str, tmp_path: Path) -> None:
+    save_gguf(tmp_path / "m.gguf", random_model(SPEC), tiny_tokenizer(), kind=kind)
+    dense, packed = (load_model(tmp_path / "m.gguf", packed=p).model for p in (False, True))
+    mlp, other = packed.blocks[0].mlp.down, dense.blocks[0].mlp.down  # type: ignore[union-attr]
+    assert mlp.format.label == label  # type: ignore[union-attr]
+    assert torch.equal(mlp.effective_weight(torch.float32), other.weight)  # type: ignore[operator, union-attr]
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", "Q5_1", "MXFP4"])
+def test_other_kinds_are_rounded_once_more_to_8_bits(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoestring.model.gguf.ENCODED_ROWS", 24)
+    save_gguf(tmp_path / "m.gguf", random_model(SPEC), tiny_tokenizer(), kind=kind)
+    dense, packed = (load_model(tmp_path / "m.gguf", packed=p).model for p in (False, True))
+    for name, host in format_hosts(packed):
+        want = dense.get_submodule(name).weight
+        assert isinstance(want, torch.Tensor)
+        assert host.packed and host.format == IntAsym(8, 32, symmetric=name in ("embed", "head"))
+        bound = 0 if host.format.symmetric else host.format.error_bound(want, {})  # those are Q8_0
+        assert ((host.effective_weight(torch.float32) - want).abs() <= bound).all(), name
+    assert (logits_of(packed) - logits_of(dense)).norm() < 0.06 * logits_of(dense).norm()
+
+
+def test_a_file_without_quantized_matrices_and_a_folder_have_nothing_to_pack(tmp_path: Path) -> None:
+    model = random_model(SPEC)
+    save_gguf(tmp_path / "m.gguf", model, tiny_tokenizer(), kind="F16")
+    save_model(tmp_path / "m", model, tiny_tokenizer())
+    assert not is_quantized(tmp_path / "m.gguf")
+    for path in (tmp_path / "m.gguf", tmp_path / "m"):
+        read = load_model(path, packed=True).model
+        assert not any(host.packed for _, host in format_hosts(read))
+        if int8_activations.refusal() is None:
+            with pytest.raises(UserError, match="there are none"):
+                quantize_activations(read)
+
+
+@needs_kernels
+@pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
+def test_layers_of_several_kinds_are_one_step(tmp_path: Path) -> None:
+    model = random_model(SPEC).eval()
+    rules = {"*.attn.v": "int8:sym:g32", "*.mlp.down": "int4:g32", "embed": "int8:sym:g32", "*": "int4:sym:g32"}
+    convert(model, [(name, parse_format(label)) for name, label in rules.items()], skip=())
+    pack(model)
+    save_gguf(tmp_path / "m.gguf", model, tiny_tokenizer())
+    read = load_model(tmp_path / "m.gguf", packed=True).model
+    assert is_quantized(tmp_path / "m.gguf")
+    assert {host.format.label for _, host in format_hosts(read)} == {"int4:sym:g32", "int8:g32", "int8:sym:g32"}
+    torch.testing.assert_close(logits_of(read), logits_of(model), atol=1e-4, rtol=1e-4)
+    quantize_activations(read)
+    assert executor_of(read) is CompiledDecodeStep
+
+
+@needs_kernels
+def test_the_command_line_multiplies_the_blocks_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_gguf(tmp_path / "m.gguf", packed_model(SPEC, "int4:sym:g32"), tiny_tokenizer())
+    command = ["generate", str(tmp_path / "m.gguf"), "the cat", "--max-tokens", "4", "--device", "cpu"]
+    assert run_cli([*command, "--int8-activations"]) == 0
+    assert capsys.readouterr().out.startswith("the cat")
