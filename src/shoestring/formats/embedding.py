@@ -62,7 +62,7 @@ class FormatEmbedding(FormatHost, nn.Embedding):
         if self.decoded is not None and self.decoded.dtype == dtype:
             return F.embedding(index, self.decoded)
         if self.packed:
-            return self.format.decode(self.row_parts(index.flatten()), dtype).view(*index.shape, -1)
+            return self.decode_rows(index.flatten(), dtype).view(*index.shape, -1)
         rows = F.embedding(index, local(self.weight))
         if isinstance(self.format, Dense):
             return rows.to(dtype)

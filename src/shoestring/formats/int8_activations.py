@@ -34,9 +34,9 @@ from shoestring.kernels.lowbit.tiled_linear import (
     TiledWeight,
     decode_tiles,
     held_bits,
-    rows_of,
     tile_weight,
     tiled_linear,
+    untile,
     usable,
 )
 from shoestring.kernels.lowbit.w4a8 import Operands, has_arm_kernels, pack_operands, unusable, usable_group, w4a8
@@ -82,12 +82,8 @@ class Int8Host(FormatHost):
     def effective_weight(self, dtype: torch.dtype) -> Tensor:
         return decode_tiles(self.tiles()).to(dtype) if self.tiled else super().effective_weight(dtype)
 
-    def row_parts(self, index: Tensor) -> Parts:
-        if not self.tiled:
-            return super().row_parts(index)
-        format, (codes, scale, zero) = format_of(self), rows_of(self.tiles(), index)
-        scale = scale.to(getattr(torch, format.scale_dtype))
-        return {"codes": pack_bits(codes, format.bits), "scale": scale, "zero": zero}
+    def decode_rows(self, index: Tensor, dtype: torch.dtype) -> Tensor:
+        return decode_tiles(self.tiles(), index).to(dtype) if self.tiled else super().decode_rows(index, dtype)
 
     def keep_decoded(self, dtype: torch.dtype) -> None:
         """Nothing: the codes themselves are multiplied with."""
@@ -99,7 +95,11 @@ class Int8Host(FormatHost):
         return _tile(parts, format_of(self)) if self._takes_tiles() else super().in_kernel_order(parts)
 
     def in_stored_order(self, operands: Parts) -> Parts:
-        return self.row_parts(torch.arange(self.shape[0])) if self.tiled else super().in_stored_order(operands)
+        if not self.tiled:
+            return super().in_stored_order(operands)
+        format, (codes, scale, zero) = format_of(self), untile(self.tiles())
+        scale = scale.to(getattr(torch, format.scale_dtype))
+        return {"codes": pack_bits(codes, format.bits), "scale": scale.contiguous(), "zero": zero.contiguous()}
 
     def _takes_tiles(self) -> bool:
         return self.device.type == "cpu" and has_own_kernel() and usable(format_of(self).group or self.shape[1])

@@ -96,9 +96,10 @@ class FormatHost(nn.Module):
         """The stored parts of a packed weight (this rank's, when it is sharded), however they are held."""
         return self.in_stored_order(self.operands()) if self.kernel_part_names else self.operands()
 
-    def row_parts(self, index: Tensor) -> Parts:
-        """The stored parts of the rows `index`; those of all rows (tables) whole."""
-        return {n: t if n in self.format.whole_parts else t[index] for n, t in self.parts().items()}
+    def decode_rows(self, index: Tensor, dtype: torch.dtype) -> Tensor:
+        """The rows `index` of a packed weight, of which tables belong to all."""
+        parts = {n: t if n in self.format.whole_parts else t[index] for n, t in self.parts().items()}
+        return self.format.decode(parts, dtype)
 
     def operands(self) -> Parts:
         """What `format.linear` multiplies with: the parts as they are held (see use_kernels)."""

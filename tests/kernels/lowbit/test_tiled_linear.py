@@ -18,10 +18,10 @@ from shoestring.kernels.lowbit.tiled_linear import (
     TiledWeight,
     decode_tiles,
     held_bits,
-    rows_of,
     tile_codes_ref,
     tile_weight,
     tiled_linear,
+    untile,
 )
 from shoestring.kernels.lowbit.w4a8 import error_bound, w4a8_ref
 from shoestring.kernels.runtime import cpp
@@ -131,11 +131,16 @@ def test_tiles_are_those_of_plain_torch_and_rows_are_found_in_them(label: str) -
     exact = format.decode(parts, torch.float32).double().sum(1)
     torch.testing.assert_close(tiles.total[:100].double(), exact, atol=1e-4, rtol=1e-5)
     assert (tiles.total[100:] == 0).all()
-    assert torch.equal(decode_tiles(tiles), format.decode(parts, torch.float32))
-    for index in (torch.arange(100), torch.tensor([99, 3, 3, 0]), torch.tensor([], dtype=torch.long)):
-        codes, scale, zero = rows_of(tiles, index)
-        assert torch.equal(codes, codes_NK[index])
-        assert torch.equal(scale, parts["scale"][index].float()) and torch.equal(zero, parts["zero"][index])
+    decoded = format.decode(parts, torch.float32)
+    assert torch.equal(decode_tiles(tiles), decoded)
+    for index in (torch.tensor([7]), torch.tensor([99, 3, 3, 0]), torch.tensor([], dtype=torch.long)):
+        assert torch.equal(decode_tiles(tiles, index), decoded[index])
+    for wrong in (-1, 104):
+        with pytest.raises(IndexError):
+            decode_tiles(tiles, torch.tensor([0, wrong]))
+    codes, scale, zero = untile(tiles)
+    assert torch.equal(codes, codes_NK) and torch.equal(zero, parts["zero"])
+    assert torch.equal(scale, parts["scale"].float())
 
 
 def test_the_operator_in_compiled_programs() -> None:

@@ -193,26 +193,29 @@ extern "C" void tile_codes(const uint8_t *stored, int64_t rows, int64_t width, i
   on_threads(pool, threads, work);
 }
 
-// The weight itself, [outputs][width].
-extern "C" void decode_tiles(const Matrix *m, float *y, int64_t outputs, int threads, const Pool *pool) {
-  const int64_t tiles = m->rows / ROWS, groups = m->width / m->group, each = m->bits == 4 ? 2 : 1;  // runs of a piece
+// Rows of the weight itself, y [num][width]: those of `index`, or the first `num` where that is null. Whether all exist.
+extern "C" bool decode_tiles(const Matrix *m, const int64_t *index, int64_t num, float *y, int threads, const Pool *pool) {
+  for (int64_t i = 0; index && i < num; ++i)
+    if (index[i] < 0 || index[i] >= m->rows) return false;
+  const int64_t groups = m->width / m->group, each = m->bits == 4 ? 2 : 1;  // runs of a piece
   auto work = [&](int64_t rank, int64_t size) {
-    for (int64_t t = tiles * rank / size; t < tiles * (rank + 1) / size; ++t)
-      for (int64_t row = 0; row < std::min(ROWS, outputs - t * ROWS); ++row) {
-        const uint8_t *piece = m->codes + t * (m->width / 16 / each) * PIECE + 4 * row;
-        float *const own = y + (t * ROWS + row) * m->width;
-        for (int64_t k = 0; k < m->width; k += 16 * each, piece += PIECE)
-          for (int64_t i = 0; i < 16 * each; ++i) {
-            const uint8_t byte = piece[32 * (i % 16 / 4) + i % 4], code = each == 1 ? byte : byte >> (i / 16 * 4) & 15;
-            own[k + i] = code;
-          }
-        for (int64_t g = 0; g < groups; ++g) {
-          const float scale = m->scale[(t * groups + g) * ROWS + row], zero = m->zero[(t * groups + g) * ROWS + row];
-          for (int64_t k = g * m->group; k < (g + 1) * m->group; ++k) own[k] = (own[k] - zero) * scale;
+    for (int64_t i = num * rank / size; i < num * (rank + 1) / size; ++i) {
+      const int64_t n = index ? index[i] : i, t = n / ROWS, row = n % ROWS;
+      const uint8_t *piece = m->codes + t * (m->width / 16 / each) * PIECE + 4 * row;
+      float *const own = y + i * m->width;
+      for (int64_t k = 0; k < m->width; k += 16 * each, piece += PIECE)
+        for (int64_t j = 0; j < 16 * each; ++j) {
+          const uint8_t byte = piece[32 * (j % 16 / 4) + j % 4], code = each == 1 ? byte : byte >> (j / 16 * 4) & 15;
+          own[k + j] = code;
         }
+      for (int64_t g = 0; g < groups; ++g) {
+        const float scale = m->scale[(t * groups + g) * ROWS + row], zero = m->zero[(t * groups + g) * ROWS + row];
+        for (int64_t k = g * m->group; k < (g + 1) * m->group; ++k) own[k] = (own[k] - zero) * scale;
       }
+    }
   };
-  on_threads(pool, threads, work);
+  num == 1 ? work(0, 1) : on_threads(pool, threads, work);
+  return true;
 }
 
 // x [rows][m->width], y [rows][outputs]; m->rows is `outputs`, up to a multiple of 8. Every thread rounds its share of the

@@ -96,22 +96,24 @@ def tile_codes_ref(codes_NK: Tensor, bits: int) -> Tensor:
     return (runs if bits == 8 else runs[:, ::2] | runs[:, 1::2] << 4).contiguous()
 
 
-def decode_tiles(weight: TiledWeight) -> Tensor:
-    """fp32 [out, in]"""
-    matrix = weight.matrix()
-    w_NK = torch.empty(weight.outputs, matrix.width)
-    sizes = weight.outputs, torch.get_num_threads()
-    _library().decode_tiles(ctypes.byref(matrix), w_NK.data_ptr(), *sizes, _pool())
-    return w_NK
+def decode_tiles(weight: TiledWeight, index: Tensor | None = None) -> Tensor:
+    """fp32 [out, in], or the rows `index` of it."""
+    matrix, num = weight.matrix(), weight.outputs if index is None else len(index)
+    rows = None if index is None else index.long().contiguous()
+    w_RK = torch.empty(num, matrix.width)
+    to, threads = w_RK.data_ptr(), torch.get_num_threads()
+    if not _library().decode_tiles(ctypes.byref(matrix), pointer(rows), num, to, threads, _pool()):
+        raise IndexError(f"rows {index} of a weight with {weight.outputs}")
+    return w_RK
 
 
-def rows_of(weight: TiledWeight, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes (one per byte) [R, in], scales and zero points [R, groups] of the rows `index`."""
-    tile, row = index // ROWS, index % ROWS
-    codes = weight.codes[tile, :, :, row].flatten(2)  # [R, pieces, 16]
+def untile(weight: TiledWeight) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes (one per byte) [out, in], scales and zero points [out, groups]."""
+    codes = weight.codes.permute(0, 3, 1, 2, 4).flatten(3)  # [tiles, 8 rows, pieces, 16]
     if weight.bits == 4:
-        codes = torch.stack([codes & 15, codes >> 4], 2)
-    return codes.flatten(1), weight.scale[tile, :, row], weight.zero[tile, :, row]
+        codes = torch.stack([codes & 15, codes >> 4], 3)
+    found = codes.flatten(2), weight.scale.mT, weight.zero.mT
+    return tuple(t.flatten(0, 1)[: weight.outputs] for t in found)  # type: ignore[return-value]
 
 
 def held_bits(bits: int) -> int:
@@ -136,9 +138,9 @@ def _library() -> Any:
     size, address = ctypes.c_int64, ctypes.c_void_p
     library.tiled_linear.argtypes = [address, address, size, address, size, ctypes.c_int, address]
     library.tile_codes.argtypes = [address, *[size] * 4, address, address, ctypes.c_int, address]
-    library.decode_tiles.argtypes = [address, address, size, ctypes.c_int, address]
-    for function in (library.tiled_linear, library.tile_codes, library.decode_tiles):
-        function.restype = None
+    library.decode_tiles.argtypes = [address, address, size, address, ctypes.c_int, address]
+    library.tiled_linear.restype = library.tile_codes.restype = None
+    library.decode_tiles.restype = ctypes.c_bool
     return library
 
 
