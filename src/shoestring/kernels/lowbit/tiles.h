@@ -131,7 +131,10 @@ void on_pool(const Pool &pool, int threads, Work &work) {
 
 // -- rows of inputs in 8 bits -------------------------------------------------------------------------------
 
-typedef float Lanes __attribute__((vector_size(4 * LANES)));  // the compiler splits it as the processor needs
+// The compiler splits it as the processor needs. Not longer: registers of 64 bytes may slow a core down, and a token has
+// too little work for them.
+constexpr int WIDE = 8;
+typedef float Wide __attribute__((vector_size(4 * WIDE)));
 
 struct Inputs {
   int64_t width = 0, groups = 0;
@@ -145,13 +148,13 @@ struct Inputs {
   }
 
   void round(const float *__restrict x, int64_t row) {
-    Lanes low = {}, high = {}, sum = {};
-    for (int64_t k = 0; k < width; k += LANES) {
-      Lanes v;
+    Wide low = {}, high = {}, sum = {};
+    for (int64_t k = 0; k < width; k += WIDE) {
+      Wide v;
       __builtin_memcpy(&v, x + k, sizeof v);
       low = v < low ? v : low, high = v > high ? v : high, sum += v;
     }
-    for (int j = 1; j < LANES; ++j) {
+    for (int j = 1; j < WIDE; ++j) {
       low[0] = low[j] < low[0] ? low[j] : low[0], high[0] = high[j] > high[0] ? high[j] : high[0];
       sum[0] += sum[j];
     }
