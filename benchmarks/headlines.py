@@ -204,7 +204,7 @@ def cpu() -> list[str]:
         return " / ".join(f"{value:{form}}" for value in found)
 
     def said(case: str, quality: str) -> str:
-        speed = each(case, "tokens_per_s", ",.0f", threads=2, clock="wall", rounds=3)
+        speed = each(case, "tokens_per_s", ",.0f", threads=2, clock="wall")
         return f"{speed} tokens/s, perplexity {each(case, quality, '.1f')}"
 
     peers = (f"{case.removeprefix('llama.cpp ')}: {said(case, 'perplexity')}" for case in cpu_decode.LLAMA)

@@ -394,6 +394,7 @@ def _use_gguf(path: Path) -> None:
     if not path.is_file():
         raise UserError(f"{path} is no file")  # who asks for it looks first
     load_gguf(path)
+    load_model(path, packed=True)
     summarize(path)
 
 

@@ -193,7 +193,10 @@ class GgufSource:
         kind = self.file.tensors[place.name].kind
         if kind in GRIDS:
             return decode_grid(self._rows(place, slice(0, num_rows), self.file.blocks), kind)
-        ranges = [(at, min(at + ENCODED_ROWS, num_rows)) for at in range(0, num_rows, ENCODED_ROWS)]
-        pieces = [self._values(name, Box((start, 0), (stop, width))) for start, stop in ranges]
-        made = [self._grids[module].encode(w_NK, {}) for w_NK in pieces]
+        made = []
+        for start in range(0, num_rows, ENCODED_ROWS):
+            w_NK = self._values(name, Box((start, 0), (min(start + ENCODED_ROWS, num_rows), width)))
+            if not bool(w_NK.isfinite().all()):  # rounding would hide them
+                raise UserError(f"{self.path}: tensor {place.name} has NaN or infinite values; it is damaged")
+            made.append(self._grids[module].encode(w_NK, {}))
         return {part: torch.cat([m[part] for m in made]) for part in PARTS}
