@@ -415,7 +415,9 @@ def measure_start(args: argparse.Namespace) -> None:
 def cost_of(command: list[str]) -> tuple[float, float]:
     """Seconds from start to end of a process, and its most memory in MB."""
     began = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=child_environment())
+    # Compiled modules are kept, as they are where a program is installed.
+    environment = child_environment(PYTHONDONTWRITEBYTECODE="")
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)
     _, status, used = os.wait4(process.pid, 0)
     seconds = time.perf_counter() - began
     process.returncode = os.waitstatus_to_exitcode(status)

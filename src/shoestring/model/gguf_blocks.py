@@ -29,7 +29,7 @@ from shoestring.formats import Format
 from shoestring.formats.base import Parts
 from shoestring.formats.groups import group_width
 from shoestring.formats.int_asym import IntAsym
-from shoestring.kernels.lowbit.packing import pack_bits, unpack_bits
+from shoestring.kernels.lowbit.packing import unpack_bits
 
 BLOCK = 32
 _PIECE = 1 << 22  # weights that are compared at a time
@@ -99,20 +99,21 @@ def encode_grid(format: Format, parts: Parts, weight: Tensor, kind: str) -> Bloc
 
 def decode_grid(data: Tensor, kind: str) -> Parts:
     """Blocks of a kind of GRIDS, bytes [rows, n], as parts of its Format: the same values, bit for bit."""
-    format, middle = GRIDS[kind]
+    middle = GRIDS[kind][1]
     blocks = data.view(len(data), -1, _BLOCK_BYTES[kind])
     scale = blocks[..., :2].contiguous().view(torch.float16)[..., 0]
-    numbers = blocks[..., 2:]
     if kind == "Q8_0":
-        codes = (numbers.contiguous().view(torch.int8).to(torch.int16) + middle).to(torch.uint8)
+        codes = blocks[..., 2:] ^ 128  # n + 128
     else:
-        nibbles = numbers[..., -BLOCK // 2 :]
-        codes = torch.cat([nibbles & 15, nibbles >> 4], dim=-1)
-        if kind == "Q5_0":
-            fifth = numbers[..., :4, None] >> torch.arange(8, dtype=torch.uint8) & 1
-            codes = codes | fifth.flatten(-2) << 4
+        nibbles = blocks[..., -BLOCK // 2 :]  # of weights i and i + 16
+        if kind == "Q4_0":
+            even, odd = nibbles[..., ::2], nibbles[..., 1::2]
+            codes = torch.cat([even & 15 | odd << 4, even >> 4 | odd & 240], dim=-1)  # as packing.py has them
+        else:
+            fifth = blocks[..., 2:6, None] >> torch.arange(8, dtype=torch.uint8) & 1
+            codes = torch.cat([nibbles & 15, nibbles >> 4], dim=-1) | fifth.flatten(-2) << 4
     zero = torch.full(scale.shape, middle, dtype=torch.uint8)
-    return {"codes": pack_bits(codes.flatten(1), format.bits), "scale": scale, "zero": zero}
+    return {"codes": codes.flatten(1), "scale": scale, "zero": zero}
 
 
 def _packed(numbers: Tensor, kind: str) -> list[Tensor]:
