@@ -177,6 +177,24 @@ def test_a_packed_embedding_that_is_the_head(
     torch.testing.assert_close(logits(model), before)
 
 
+@pytest.mark.parametrize("is_arm", [True, False])
+def test_no_rows_give_no_rows_and_nothing_more_is_to_be_gained(is_arm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part of a long prompt asks for no logits."""
+    if is_arm and int8_activations.unusable() is not None:
+        pytest.skip(str(int8_activations.unusable()))
+    monkeypatch.setattr(int8_activations, "has_arm_kernels", lambda: is_arm)
+    torch.manual_seed(0)
+    model = Decoder(SPEC)
+    convert(model, [("*", IntAsym(4, 32)), ("embed", parse_format("int8:g0"))])
+    pack(model)
+    assert int8_activations.gains_on(model, torch.float32)
+    quantize_activations(model)
+    with torch.no_grad():
+        assert model.embed.multiply(torch.zeros(0, 64)).shape == (0, 96)
+        assert model(torch.arange(6)[None], rows=torch.tensor([], dtype=torch.long)).shape == (0, 96)
+    assert not int8_activations.gains_on(model, torch.float32)
+
+
 def test_an_embedding_alone_is_not_enough() -> None:
     torch.manual_seed(0)
     model = Decoder(SPEC)

@@ -76,7 +76,7 @@ class Int8Host(FormatHost):
             return F.linear(x.to(dtype), self.effective_weight(dtype), None if bias is None else bias.to(dtype))
         x_TK = x.reshape(-1, x.shape[-1])
         y = tiled_linear(x_TK, self.tiles()) if self.tiled else w4a8(x_TK, self.operands8())
-        y = y.view(*x.shape[:-1], -1)
+        y = y.view(*x.shape[:-1], self.shape[0])  # -1 is ambiguous where there are no rows
         return y if bias is None else y + bias
 
     def effective_weight(self, dtype: torch.dtype) -> Tensor:
@@ -171,7 +171,9 @@ def has_int8_kernel(host: FormatHost) -> bool:
 
 
 def gains_on(model: nn.Module, compute_dtype: torch.dtype) -> bool:
-    """Whether integer layers of this model would be much faster here with 8-bit activations."""
+    """Whether integer layers of this model would be much faster here with 8-bit activations, which it does not have."""
+    if any(isinstance(m, Int8Host) for m in model.modules()):
+        return False
     on_cpu = all(p.device.type == "cpu" for p in model.parameters()) and compute_dtype == torch.float32
     return on_cpu and (has_own_kernel() or (has_arm_kernels() and unusable() is None))
 

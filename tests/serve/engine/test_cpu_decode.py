@@ -247,6 +247,14 @@ def test_a_packed_embedding_is_the_head(embed: str, monkeypatch: pytest.MonkeyPa
     assert difference(model, monkeypatch, num=5) < 1e-4
 
 
+@pytest.mark.parametrize("embed", ["dense", "int8:g0"])
+def test_prompts_that_are_read_in_several_parts(embed: str) -> None:
+    model, prompt = served(embed=embed), [1 + i % 80 for i in range(50)]
+    sampling = Sampling(max_tokens=4, ignore_eos=True)
+    parts = Engine(model, max_requests=1, max_context=64, chunk=16).generate([prompt], sampling)[0].token_ids
+    assert parts == Engine(model, max_requests=1, max_context=64, chunk=64).generate([prompt], sampling)[0].token_ids
+
+
 @needs_compiler
 def test_prompts_and_single_tokens_share_their_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(int8_activations, "has_arm_kernels", lambda: False)

@@ -69,6 +69,8 @@ def _plane(codes_NK: Tensor, scale_NG: Tensor) -> Tensor:
 
 def w4a8(x_TK: Tensor, o: Operands) -> Tensor:
     """fp32 [T, in] -> [T, out]."""
+    if not len(x_TK):  # a part of a long prompt has no rows for the head
+        return x_TK.new_empty(0, o.rows)
     multiply = torch.ops.aten._dyn_quant_matmul_4bit.default
     y_TN = multiply(x_TK, o.planes[0], o.group, o.width, o.rows)
     for plane in o.planes[1:]:
