@@ -544,6 +544,8 @@ def main() -> None:
     elif args.part == "start":
         measure_start(args)
     elif args.part == "file":
+        if args.file is None:
+            parser.error("file needs --file, where llama.cpp's Q4_0 is to be kept")
         command = llama(args.llama_python, "llama.cpp Q4_0", str(args.file))
         subprocess.run(command, stdin=subprocess.DEVNULL, check=True)
     else:

@@ -202,7 +202,7 @@ def quantize_activations(model: nn.Module, *, compute_dtype: torch.dtype = torch
     if not any(isinstance(host, FormatLinear) for _, host in found):
         raise UserError(
             "8-bit activations need packed integer layers (int2 to int8) with a group that is a multiple of 32, or 0, "
-            "and there are none: quantize the model first, for example with `shoestring run shrink/ptq`"
+            "and there are none: make them with `shoestring quantize MODEL int4:g64`, or give a quantized .gguf file"
         )
     for _, host in found:
         if not isinstance(host, Int8Host):
