@@ -72,10 +72,13 @@ def test_resuming_forgets_what_came_after_the_resumed_step(tmp_path: Path) -> No
     assert rows == again.history
 
 
-def test_tensorboard_reads_the_same_scalars_after_a_resume(tmp_path: Path) -> None:
+def test_tensorboard_reads_the_same_scalars_after_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.summary.writer import event_file_writer
 
+    # Names end with this counter: of two files made in one second, 10 would be read before 9.
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(9))
     log = RunLog(tmp_path)
     for step in range(1, 5):
         log.log(step, loss=float(step))
@@ -84,6 +87,21 @@ def test_tensorboard_reads_the_same_scalars_after_a_resume(tmp_path: Path) -> No
     again.truncate_after(2)
     again.log(3, loss=30.0)
     again.close()
+    events = EventAccumulator(str(tmp_path / "tb"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 1.0), (2, 2.0), (3, 30.0)]
+
+
+def test_tensorboard_forgets_what_a_run_that_goes_back_forgets(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log = RunLog(tmp_path)
+    for step in range(1, 5):
+        log.log(step, loss=float(step))
+    log.truncate_after(2)
+    log.log(3, loss=30.0)
+    log.close()
     events = EventAccumulator(str(tmp_path / "tb"))
     events.Reload()
     assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 1.0), (2, 2.0), (3, 30.0)]

@@ -88,6 +88,7 @@ class RunLog:
         """Forget everything logged after `step`: the run goes on from there."""
         self.history = [row for row in self.history if row["step"] <= step]
         self._purge_step = step + 1
+        self._close_tensorboard()  # the next file says from where on it replaces this one
         if not self.main or self.folder is None:
             return
         path = self.folder / "metrics.jsonl"
@@ -125,9 +126,7 @@ class RunLog:
         return [] if self.folder is None else read_evals(self.folder / "evals.jsonl")
 
     def close(self) -> None:
-        if self._tensorboard:
-            self._tensorboard.close()
-        self._tensorboard = None
+        self._close_tensorboard()
         if self._tracked and self._tracker is not None:
             self._tracker.finish()
         self._tracked = None
@@ -164,8 +163,15 @@ class RunLog:
                 self._tensorboard = False
                 self.say("tensorboard is not installed: scalars go to metrics.jsonl only")
             else:
+                assert self.folder is not None
+                _await_a_later_name(self.folder / "tb")
                 self._tensorboard = SummaryWriter(f"{self.folder}/tb", purge_step=self._purge_step)
         return self._tensorboard
+
+    def _close_tensorboard(self) -> None:
+        if self._tensorboard:
+            self._tensorboard.close()
+            self._tensorboard = None
 
     # -- console -----------------------------------------------------------------------------------
     def say(self, text: str) -> None:
@@ -185,6 +191,13 @@ class RunLog:
             bar = _PlainProgress(total, description)
             yield bar
             bar.finish()
+
+
+def _await_a_later_name(folder: Path) -> None:
+    """TensorBoard reads the files of a folder in the order of their names, which begin with the second they were made
+    in: within one second the order is that of process and counter, as text, and an older file may replace a newer."""
+    while any(folder.glob(f"events.out.tfevents.{int(time.time()):010d}.*")):
+        time.sleep(0.02)
 
 
 def _tell(text: str) -> None:
