@@ -102,7 +102,7 @@ class Int8Host(FormatHost):
         return {"codes": pack_bits(codes, format.bits), "scale": scale.contiguous(), "zero": zero.contiguous()}
 
     def _takes_tiles(self) -> bool:
-        return self.device.type == "cpu" and has_own_kernel() and usable(format_of(self).group or self.shape[1])
+        return self.device.type == "cpu" and has_own_kernel() and usable()
 
     def unpack(self, dtype: torch.dtype = torch.float32) -> None:
         self.int8 = None
@@ -131,7 +131,7 @@ def format_of(host: FormatHost) -> IntAsym:
 
 def _tile(parts: Parts, format: IntAsym) -> Parts:
     made = tile_weight(parts["codes"], parts["scale"], parts["zero"], format.bits)
-    return {"tiles": made.codes, "tile_scale": made.scale, "tile_zero": made.zero, "tile_total": made.total}
+    return {"tiles": made.codes, "tile_scale": made.scale, "tile_zero": made.zero}
 
 
 def torch_operands(hosts: Sequence[FormatHost]) -> Operands:

@@ -59,72 +59,83 @@ inline __m512i widened_pair(const uint8_t *a, const uint8_t *b) {  // 8 bytes of
   return _mm512_cvtepu8_epi32(_mm_unpacklo_epi64(load(a), load(b)));
 }
 
-// Rows first to first + R of the inputs as [width / 4][R][4]: what is multiplied together lies together.
+// Rows first to first + R of the inputs, block by block: codes [block / 4][R][4], levels [R], sums [R]. What is multiplied
+// together lies together.
 template <int R>
 void make_panel(const Inputs &in, int64_t first, int8_t *panel) {
-  for (int r = 0; r < R; ++r)
-    for (int64_t k = 0; k < in.width; k += 4)
-      __builtin_memcpy(panel + k * R + 4 * r, in.codes.data() + (first + r) * in.width + k, 4);
+  for (int64_t b = 0; b < in.blocks; ++b, panel += (in.block + 8) * R)
+    for (int r = 0; r < R; ++r) {
+      const int8_t *const x = in.codes.data() + (first + r) * in.width + b * in.block;
+      for (int64_t k = 0; k < in.block; k += 4) __builtin_memcpy(panel + k * R + 4 * r, x + k, 4);
+      __builtin_memcpy(panel + in.block * R + 4 * r, &in.level[(first + r) * in.blocks + b], 4);
+      __builtin_memcpy(panel + (in.block + 4) * R + 4 * r, &in.sums[(first + r) * in.blocks + b], 4);
+    }
 }
 
-// As `product` of tiles t and t + 1, to the bit: y [R][16].
+template <class Value>
+Value value_at(const int8_t *bytes) {
+  Value value;
+  __builtin_memcpy(&value, bytes, sizeof value);
+  return value;
+}
+
+// As `product` of tiles t and t + 1, to the bit: y [R][16], in which sums over the blocks so far are kept: all registers
+// are needed within a block.
 template <int BITS, int R>
-void product_of_pair(const Matrix &m, int64_t t, const Inputs &in, const int8_t *panel, int64_t first, float *y) {
+void product_of_pair(const Matrix &m, int64_t t, int64_t block, const int8_t *panel, float *y) {
   constexpr int64_t STEP = BITS == 4 ? 32 : 16;
   const int64_t groups = m.width / m.group, next = m.width / STEP * PIECE;
   const uint8_t *piece = m.codes + t * next;
   const __m512i low_half = _mm512_set1_epi8(15);
-  __m512 out[R];
-  for (int r = 0; r < R; ++r) out[r] = _mm512_setzero_ps();
+  std::fill(y, y + R * 2 * ROWS, 0.f);
   for (int64_t g = 0; g < groups; ++g) {
-    __m512i sum[R];
-    for (int r = 0; r < R; ++r) sum[r] = _mm512_setzero_si512();
-    const auto add = [&sum](__m512i w, const int8_t *x) {
-      for (int r = 0; r < R; ++r) {
-        int32_t quad;
-        __builtin_memcpy(&quad, x + 4 * r, 4);
-        sum[r] = _mm512_dpbusd_epi32(sum[r], w, _mm512_set1_epi32(quad));
-      }
-    };
-    for (int64_t k = 0; k < m.group; k += STEP, panel += STEP * R, piece += PIECE)
-      for (int quad = 0; quad < 4; ++quad) {
-        const __m512i w = pair(piece + 32 * quad, piece + next + 32 * quad);
-        if constexpr (BITS == 8) {
-          add(w, panel + 4 * R * quad);
-          continue;
-        }
-        add(_mm512_and_si512(w, low_half), panel + 4 * R * quad);
-        add(_mm512_and_si512(_mm512_srli_epi16(w, 4), low_half), panel + 4 * R * (quad + 4));
-      }
     const int64_t at = (t * groups + g) * ROWS, below = at + groups * ROWS;
-    const __m512i zero = widened_pair(m.zero + at, m.zero + below);
+    const __m512 zero = _mm512_cvtepi32_ps(widened_pair(m.zero + at, m.zero + below));
     const __m512 scale = pair(m.scale + at, m.scale + below);
-    for (int r = 0; r < R; ++r) {
-      const __m512i of_zero = _mm512_mullo_epi32(zero, _mm512_set1_epi32(in.sums[(first + r) * groups + g]));
-      out[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_sub_epi32(sum[r], of_zero)), scale, out[r]);
+    for (int64_t b = 0; b < m.group; b += block) {
+      __m512i sum[R];
+      for (int r = 0; r < R; ++r) sum[r] = _mm512_setzero_si512();
+      const auto add = [&sum](__m512i w, const int8_t *x) {
+        for (int r = 0; r < R; ++r)
+          sum[r] = _mm512_dpbusd_epi32(sum[r], w, _mm512_set1_epi32(value_at<int32_t>(x + 4 * r)));
+      };
+      for (int64_t k = 0; k < block; k += STEP, panel += STEP * R, piece += PIECE)
+        for (int quad = 0; quad < 4; ++quad) {
+          const __m512i w = pair(piece + 32 * quad, piece + next + 32 * quad);
+          if constexpr (BITS == 8) {
+            add(w, panel + 4 * R * quad);
+            continue;
+          }
+          add(_mm512_and_si512(w, low_half), panel + 4 * R * quad);
+          add(_mm512_and_si512(_mm512_srli_epi16(w, 4), low_half), panel + 4 * R * (quad + 4));
+        }
+      for (int r = 0; r < R; ++r, y += 2 * ROWS) {
+        const __m512 level = _mm512_set1_ps(value_at<float>(panel + 4 * r));
+        const __m512 x_sum = _mm512_set1_ps(value_at<float>(panel + 4 * (R + r)));
+        const __m512 exact = _mm512_fnmadd_ps(zero, x_sum, _mm512_cvtepi32_ps(sum[r]));
+        _mm512_storeu_ps(y, _mm512_fmadd_ps(exact, _mm512_mul_ps(scale, level), _mm512_loadu_ps(y)));
+      }
+      y -= R * 2 * ROWS, panel += 8 * R;
     }
   }
-  const __m512 total = _mm512_loadu_ps(m.total + t * ROWS);
-  const __m512 bias = m.bias ? _mm512_loadu_ps(m.bias + t * ROWS) : _mm512_setzero_ps();
-  for (int r = 0; r < R; ++r) {
-    const __m512 centred = _mm512_fmadd_ps(_mm512_set1_ps(-in.zero[first + r]), total, out[r]);
-    _mm512_storeu_ps(y + 2 * ROWS * r, _mm512_fmadd_ps(_mm512_set1_ps(in.level[first + r]), centred, bias));
-  }
+  if (m.bias)
+    for (int r = 0; r < R; ++r, y += 2 * ROWS)
+      _mm512_storeu_ps(y, _mm512_add_ps(_mm512_loadu_ps(y), _mm512_loadu_ps(m.bias + t * ROWS)));
 }
 
 // Panels of PANEL rows each; the last one has room for 4, 8 or PANEL.
 struct Panels {
-  const Inputs &in;
-  const int64_t rows;
-  std::vector<int8_t> codes;
+  const int64_t rows, bytes;  // bytes: of a row
+  std::vector<int8_t> made;
 
-  Panels(const Inputs &in, int64_t rows) : in(in), rows(rows), codes((rows + PANEL - 1) / PANEL * PANEL * in.width) {}
+  Panels(const Inputs &in, int64_t rows)
+      : rows(rows), bytes(in.width + 8 * in.blocks), made((rows + PANEL - 1) / PANEL * PANEL * bytes) {}
   int64_t num() const { return (rows + PANEL - 1) / PANEL; }
-  // Calls use(integral constant R, first row, codes) for panel i.
+  // Calls use(integral constant R, first row, panel) for panel i.
   template <class Use>
   void visit(int64_t i, Use use) {
     const int64_t first = i * PANEL, rest = rows - first;
-    int8_t *const own = codes.data() + first * in.width;
+    int8_t *const own = made.data() + first * bytes;
     if (rest <= 4) return use(std::integral_constant<int, 4>(), first, own);
     if (rest <= 8) return use(std::integral_constant<int, 8>(), first, own);
     use(std::integral_constant<int, PANEL>(), first, own);
@@ -133,11 +144,12 @@ struct Panels {
 
 // Rows first to stop, from the start of a panel on, times tiles t and t + 1.
 void multiply_pair(const Matrix &m, int64_t t, Panels &panels, int64_t first, int64_t stop, const Outputs &to) {
+  const int64_t block = block_of(m.group);
   for (int64_t i = first / PANEL; i * PANEL < stop; ++i)
     panels.visit(i, [&](auto R, int64_t row, const int8_t *panel) {
       float results[R * 2 * ROWS];
-      m.bits == 4 ? product_of_pair<4, R>(m, t, panels.in, panel, row, results)
-                  : product_of_pair<8, R>(m, t, panels.in, panel, row, results);
+      m.bits == 4 ? product_of_pair<4, R>(m, t, block, panel, results)
+                  : product_of_pair<8, R>(m, t, block, panel, results);
       to.store(results, R, row, t * ROWS, 2 * ROWS);
     });
 }
@@ -160,10 +172,9 @@ void unpack(const uint8_t *stored, int64_t width, int64_t bits, uint8_t *codes) 
 
 }  // namespace
 
-// Stored codes [rows][width * bits / 8] in tiles, and their sums [rows up to a multiple of 8][width / group]; rows that
-// fill the last tile are zeros.
-extern "C" void tile_codes(const uint8_t *stored, int64_t rows, int64_t width, int64_t bits, int64_t group,
-                           uint8_t *tiles, int32_t *sums, int threads, const Pool *pool) {
+// Stored codes [rows][width * bits / 8] in tiles; rows that fill the last tile are zeros.
+extern "C" void tile_codes(const uint8_t *stored, int64_t rows, int64_t width, int64_t bits, uint8_t *tiles, int threads,
+                           const Pool *pool) {
   const int64_t num = (rows + ROWS - 1) / ROWS, runs = width / 16, each = bits == 8 ? 1 : 2;  // runs of a piece
   auto work = [&](int64_t rank, int64_t size) {
     std::vector<uint8_t> codes(ROWS * width);
@@ -174,11 +185,6 @@ extern "C" void tile_codes(const uint8_t *stored, int64_t rows, int64_t width, i
           unpack(stored + (t * ROWS + row) * (width * bits / 8), width, bits, own);
         else
           std::fill(own, own + width, uint8_t{0});
-        for (int64_t g = 0; g < width / group; ++g) {
-          int32_t sum = 0;
-          for (int64_t k = g * group; k < (g + 1) * group; ++k) sum += own[k];
-          sums[(t * ROWS + row) * (width / group) + g] = sum;
-        }
       }
       uint8_t *piece = tiles + t * (runs / each) * PIECE;
       for (int64_t run = 0; run < runs; run += each, piece += PIECE)

@@ -1,14 +1,15 @@
 """Integer weights times activations that are rounded to 8 bits on the way: our own C++, for CPUs.
 
     y = x W^T,  W[n, k] = (q[n, k] - z[n, g]) * s[n, g],  g the group of k
-    x' = x rounded, row by row, to 256 levels between its smallest and its largest value (and 0)
+    x' = x rounded, block by block, to 255 levels between plus and minus the largest magnitude of a block
+    a block is 64 inputs, or 32 where 64 does not divide a group
 
-The same function as w4a8.py, for processors where torch has a portable loop only (all but Arm): AVX-512 VNNI, AVX2,
-Arm's dot products or a loop, as the machine's own compiler builds it (runtime/cpp.py). Codes of 2 and 3 bits are held
-as 4. Scales and zero points are used as they are stored. The decode step of a whole model
-(serve/engine/cpu_decode.cpp) reads the same tiles and shares tiles.h.
+For processors where torch has a portable loop only (all but Arm; w4a8.py): AVX-512 VNNI, AVX2, Arm's dot products or
+a loop, as the machine's own compiler builds it (runtime/cpp.py). Codes of 2 and 3 bits are held as 4. Scales and zero
+points are used as they are stored. The decode step of a whole model (serve/engine/cpu_decode.cpp) reads the same tiles
+and shares tiles.h.
 
-This is not x W^T, so it is opt-in; `w4a8.error_bound` holds. `w4a8_ref` is the reference. Left out: gradients.
+This is not x W^T, so it is opt-in: `error_bound`. `rounded` is the reference of x'. Left out: gradients.
 """
 
 from __future__ import annotations
@@ -32,7 +33,6 @@ from shoestring.kernels.runtime.openmp import thread_pool
 TILES = Path(__file__).with_name("tiles.h")
 SOURCE = Path(__file__).with_name("tiled_linear.cpp")
 ROWS = 8  # of a tile
-MOST_INPUTS = 2**15  # of a group: sums of 8-bit products are in 32 bits
 
 
 class CMatrix(ctypes.Structure):
@@ -40,7 +40,7 @@ class CMatrix(ctypes.Structure):
 
     _fields_ = [
         *((n, ctypes.c_int64) for n in ("rows", "width", "group", "bits")),
-        *((n, ctypes.c_void_p) for n in ("codes", "scale", "zero", "total", "bias")),
+        *((n, ctypes.c_void_p) for n in ("codes", "scale", "zero", "bias")),
     ]
 
 
@@ -53,19 +53,16 @@ class TiledWeight:
     codes: Tensor  # uint8 [tiles, pieces, 4 quads, 8 rows, 4]
     scale: Tensor  # fp32 [tiles, groups, 8]
     zero: Tensor  # uint8 [tiles, groups, 8]
-    total: Tensor  # fp32 [rows]: the sum of each row
 
     def matrix(self, bias: Tensor | None = None) -> CMatrix:
         """Points into the tensors, and into `bias` (fp32 [rows]): they must outlive it."""
-        return _matrix(self.codes, self.scale, self.zero, self.total, self.bits, bias)
+        return _matrix(self.codes, self.scale, self.zero, self.bits, bias)
 
 
-def _matrix(
-    codes: Tensor, scale: Tensor, zero: Tensor, total: Tensor, bits: int, bias: Tensor | None = None
-) -> CMatrix:
+def _matrix(codes: Tensor, scale: Tensor, zero: Tensor, bits: int, bias: Tensor | None = None) -> CMatrix:
     width = codes.shape[1] * _run(bits)
-    pointers = map(pointer, (codes, scale, zero, total, bias))
-    return CMatrix(len(total), width, width // scale.shape[1], bits, *pointers)
+    pointers = map(pointer, (codes, scale, zero, bias))
+    return CMatrix(len(codes) * ROWS, width, width // scale.shape[1], bits, *pointers)
 
 
 def _run(bits: int) -> int:
@@ -75,18 +72,14 @@ def _run(bits: int) -> int:
 
 def tile_weight(codes_NB: Tensor, scale_NG: Tensor, zero_NG: Tensor, bits: int) -> TiledWeight:
     """Of the stored parts: codes of `bits` bits (packing.py), scales and zero points [out, groups]."""
-    outputs, groups, held = len(codes_NB), scale_NG.shape[1], held_bits(bits)
+    outputs, held = len(codes_NB), held_bits(bits)
     rows, width = ceil_div(outputs, ROWS) * ROWS, codes_NB.shape[1] * 8 // bits
     codes = torch.empty(rows // ROWS, width // _run(held), 4, ROWS, 4, dtype=torch.uint8)
-    sums_NG = torch.empty(rows, groups, dtype=torch.int32)
     library, stored, threads = _library(), codes_NB.contiguous(), torch.get_num_threads()
     assert library is not None  # see `usable`
-    sizes = outputs, width, bits, width // groups
-    library.tile_codes(stored.data_ptr(), *sizes, codes.data_ptr(), sums_NG.data_ptr(), threads, _pool())
-    scale_NG, zero_NG = (F.pad(t, (0, 0, 0, rows - outputs)) for t in (scale_NG.float(), zero_NG))
-    total = ((sums_NG - width // groups * zero_NG.int()) * scale_NG).sum(-1)
-    scale_TGR, zero_TGR = (t.unflatten(0, (-1, ROWS)).mT.contiguous() for t in (scale_NG, zero_NG))
-    return TiledWeight(held, outputs, codes, scale_TGR, zero_TGR, total)
+    library.tile_codes(stored.data_ptr(), outputs, width, bits, codes.data_ptr(), threads, _pool())
+    padded = (F.pad(t, (0, 0, 0, rows - outputs)) for t in (scale_NG.float(), zero_NG))
+    return TiledWeight(held, outputs, codes, *(t.unflatten(0, (-1, ROWS)).mT.contiguous() for t in padded))
 
 
 def tile_codes_ref(codes_NK: Tensor, bits: int) -> Tensor:
@@ -94,6 +87,23 @@ def tile_codes_ref(codes_NK: Tensor, bits: int) -> Tensor:
     two runs share its bytes."""
     runs = codes_NK.view(-1, ROWS, codes_NK.shape[1] // 16, 4, 4).permute(0, 2, 3, 1, 4)
     return (runs if bits == 8 else runs[:, ::2] | runs[:, 1::2] << 4).contiguous()
+
+
+def levels_of(x_TK: Tensor, group: int) -> Tensor:
+    """The distance between two levels of x', [T, in], for a weight with groups of so many inputs."""
+    block = 32 if group % 64 else 64
+    return (x_TK.unflatten(-1, (-1, block)).abs().amax(-1) / 127).repeat_interleave(block, -1)
+
+
+def rounded(x_TK: Tensor, group: int) -> Tensor:
+    """x' in plain torch."""
+    step = levels_of(x_TK, group).clamp(min=torch.finfo(torch.float32).tiny)
+    return torch.round(x_TK / step) * step
+
+
+def error_bound(x_TK: Tensor, w_NK: Tensor, group: int) -> Tensor:
+    """How far x' W^T may be from x W^T, [T, out]: half a level for every weight."""
+    return levels_of(x_TK, group) / 2 @ w_NK.abs().t()
 
 
 def decode_tiles(weight: TiledWeight, index: Tensor | None = None) -> Tensor:
@@ -137,7 +147,7 @@ def _library() -> Any:
         return None
     size, address = ctypes.c_int64, ctypes.c_void_p
     library.tiled_linear.argtypes = [address, address, size, address, size, ctypes.c_int, address]
-    library.tile_codes.argtypes = [address, *[size] * 4, address, address, ctypes.c_int, address]
+    library.tile_codes.argtypes = [address, *[size] * 3, address, ctypes.c_int, address]
     library.decode_tiles.argtypes = [address, address, size, address, ctypes.c_int, address]
     library.tiled_linear.restype = library.tile_codes.restype = None
     library.decode_tiles.restype = ctypes.c_bool
@@ -149,21 +159,19 @@ def _pool() -> Any:
     return None if pool is None else ctypes.byref(pool)
 
 
-def usable(group: int) -> bool:
-    """Whether this machine can compile it, for groups of so many inputs. Compiles at the first call."""
-    return group <= MOST_INPUTS and _library() is not None
+def usable() -> bool:
+    """Whether this machine can compile it. Compiles at the first call."""
+    return _library() is not None
 
 
 def tiled_linear(x_TK: Tensor, weight: TiledWeight) -> Tensor:
     """fp32 [T, in] -> [T, out]."""
-    tensors = weight.codes, weight.scale, weight.zero, weight.total
+    tensors = weight.codes, weight.scale, weight.zero
     return call_operator(_tiled_linear_op, _tiled_linear, x_TK, *tensors, weight.bits, weight.outputs)
 
 
-def _tiled_linear(
-    x_TK: Tensor, codes: Tensor, scale: Tensor, zero: Tensor, total: Tensor, bits: int, outputs: int
-) -> Tensor:
-    matrix = _matrix(codes, scale, zero, total, bits)
+def _tiled_linear(x_TK: Tensor, codes: Tensor, scale: Tensor, zero: Tensor, bits: int, outputs: int) -> Tensor:
+    matrix = _matrix(codes, scale, zero, bits)
     assert x_TK.dtype == torch.float32 and x_TK.device.type == "cpu" and x_TK.shape[1] == matrix.width
     x_TK = x_TK.contiguous()
     y_TN = x_TK.new_empty(len(x_TK), outputs)
@@ -177,7 +185,7 @@ _tiled_linear_op = torch.library.custom_op("shoestring::tiled_linear", _tiled_li
 
 
 @_tiled_linear_op.register_fake
-def _(x_TK: Tensor, codes: Tensor, scale: Tensor, zero: Tensor, total: Tensor, bits: int, outputs: int) -> Tensor:
+def _(x_TK: Tensor, codes: Tensor, scale: Tensor, zero: Tensor, bits: int, outputs: int) -> Tensor:
     return x_TK.new_empty(len(x_TK), outputs)
 
 

@@ -1,8 +1,8 @@
 // Integer weights in tiles times rows of inputs that are rounded to 8 bits: what the CPU's C++ kernels share.
 // The text of a kernel follows this one in the same file (tiled_linear.py).
 //
-//   x' = level * (codes - zero)         a row of inputs in 8 bits
-//   y  = x' W^T, W[n, k] = scale[n, g] * (code[n, k] - zero[n, g]), sums over a group in integers
+//   x' = level[b] * codes              a row of inputs in 8 bits, b the block of 64 or 32 inputs
+//   y  = x' W^T, W[n, k] = scale[n, g] * (code[n, k] - zero[n, g]), sums over a block in integers
 //
 // Rows of a weight are stored in tiles of 8. A piece of a tile is 128 bytes, [4 quads][8 rows][4 inputs]: at 4 bits
 // the low halves belong to 16 inputs and the high halves to the next 16; at 8 bits both belong to the same 16.
@@ -34,7 +34,6 @@ struct Matrix {
   const uint8_t *codes;              // [rows / 8][width in pieces][128]
   const float *scale;                // [rows / 8][groups][8]
   const uint8_t *zero;               // [rows / 8][groups][8]
-  const float *total;                // [rows]: the sum of each row
   const float *bias;                 // [rows], or null
 };
 
@@ -136,44 +135,49 @@ void on_pool(const Pool &pool, int threads, Work &work) {
 constexpr int WIDE = 8;
 typedef float Wide __attribute__((vector_size(4 * WIDE)));
 
+// Inputs that share a level, in weights with such groups (a multiple of 32).
+inline int64_t block_of(int64_t group) { return group % 64 == 0 ? 64 : 32; }
+
 struct Inputs {
-  int64_t width = 0, groups = 0;
+  int64_t width = 0, block = 0, blocks = 0;
   std::vector<int8_t> codes;
-  std::vector<int32_t> sums;  // of the codes in a group
-  std::vector<float> level, zero;
+  std::vector<float> level, sums;  // [rows][blocks]; sums: of the codes, exact
 
   void resize(int64_t rows, int64_t new_width, int64_t group) {
-    width = new_width, groups = width / group;
-    codes.resize(rows * width), sums.resize(rows * groups), level.resize(rows), zero.resize(rows);
+    width = new_width, block = block_of(group), blocks = width / block;
+    codes.resize(rows * width), level.resize(rows * blocks), sums.resize(rows * blocks);
   }
 
-  void round(const float *__restrict x, int64_t row) {
-    Wide low = {}, high = {}, sum = {};
-    for (int64_t k = 0; k < width; k += WIDE) {
+  void round(const float *x, int64_t row) { block == 64 ? round<64>(x, row) : round<32>(x, row); }
+
+ private:
+  template <int NUM>
+  void round(const float *x, int64_t row) {
+    const int64_t begin = row * blocks, end = begin + blocks;
+    for (int64_t b = begin; b < end; ++b, x += NUM)
+      sums[b] = round_block<NUM>(x, codes.data() + b * NUM, level[b]);
+  }
+  // The sum of the codes.
+  template <int NUM>
+  static float round_block(const float *__restrict x, int8_t *__restrict out, float &level) {
+    Wide top = {}, all = {};
+    for (int k = 0; k < NUM; k += WIDE) {
       Wide v;
       __builtin_memcpy(&v, x + k, sizeof v);
-      low = v < low ? v : low, high = v > high ? v : high, sum += v;
+      const Wide size = v < 0 ? -v : v;
+      top = size > top ? size : top, all += v;
     }
-    for (int j = 1; j < WIDE; ++j) {
-      low[0] = low[j] < low[0] ? low[j] : low[0], high[0] = high[j] > high[0] ? high[j] : high[0];
-      sum[0] += sum[j];
-    }
-    const float step = (high[0] - low[0]) / 255;
+    for (int j = 1; j < WIDE; ++j) top[0] = top[j] > top[0] ? top[j] : top[0], all[0] += all[j];
+    const float step = top[0] / 127;
     const float inverse = step > std::numeric_limits<float>::min() ? 1 / step : 0;
-    const float offset = std::nearbyint(-128 - low[0] * inverse);
-    level[row] = step + 0 * sum[0];  // nan where an input is nan or infinite
-    zero[row] = offset;
-    int8_t *__restrict out = codes.data() + row * width;
-    const int64_t num = width, num_groups = groups, group = num / num_groups;  // bytes might be written into members
-    for (int64_t k = 0; k < num; ++k) {
-      const float q = std::nearbyint(x[k] * inverse) + offset;
-      out[k] = static_cast<int8_t>(static_cast<int32_t>(q < -128 ? -128 : q > 127 ? 127 : q));
+    level = step + 0 * all[0];  // nan where an input is nan or infinite
+    int32_t sum = 0;
+    for (int k = 0; k < NUM; ++k) {
+      const float q = std::nearbyint(x[k] * inverse);
+      out[k] = static_cast<int8_t>(static_cast<int32_t>(q > 127 ? 127 : q >= -127 ? q : -127));
+      sum += out[k];
     }
-    for (int64_t g = 0; g < num_groups; ++g) {
-      int32_t s = 0;
-      for (int64_t k = g * group; k < (g + 1) * group; ++k) s += out[k];
-      sums[row * num_groups + g] = s;
-    }
+    return static_cast<float>(sum);
   }
 };
 
@@ -189,8 +193,9 @@ inline float fused(float a, float b, float c) {
 
 // -- products -----------------------------------------------------------------------------------------------
 
-// Sums of the 8 rows of a tile over a group, for R rows of inputs that are `stride` bytes apart: `add` takes a piece and
-// its inputs, `scale` adds scale * (sum - zero * x_sum) of one of them to `out`.
+// Sums of the 8 rows of a tile over a block, for R rows of inputs that are `stride` bytes apart: `add` takes a piece and
+// its inputs, `scale` adds scale * level * (sum - zero * x_sum) of one of them to `out`. All in the brackets are integers
+// below 2^24 (64 * 255 * 127), which fp32 has exactly.
 #if defined(__ARM_FEATURE_DOTPROD)
 constexpr int MOST = 4;  // rows of inputs at a time
 
@@ -223,14 +228,15 @@ struct Sums {
     for (int r = 0; r < R; ++r) a[r] = vld1q_s8(x + r * stride), b[r] = BITS == 4 ? vld1q_s8(x + r * stride + 16) : a[r];
     add<0>(piece, a, b), add<1>(piece, a, b), add<2>(piece, a, b), add<3>(piece, a, b);
   }
-  void scale(int r, const float *scales, const uint8_t *zeros, int32_t x_sum, float *out) const {
+  void scale(int r, const float *scales, const uint8_t *zeros, float level, float x_sum, float *out) const {
     const int16x8_t codes = vreinterpretq_s16_u16(vmovl_u8(vld1_u8(zeros)));
-    const int16x8_t zero = vsubq_s16(codes, vdupq_n_s16(BITS == 4 ? 0 : 128));
+    const int16x8_t zero = vsubq_s16(vdupq_n_s16(BITS == 4 ? 0 : 128), codes);  // negative
     const int32x4_t wide[2] = {vmovl_s16(vget_low_s16(zero)), vmovl_s16(vget_high_s16(zero))};
     for (int half = 0; half < 2; ++half) {
-      const int32x4_t sum = vmlsq_n_s32(vaddq_s32(even[r][half], odd[r][half]), wide[half], x_sum);
-      const float32x4_t before = vld1q_f32(out + 4 * half);
-      vst1q_f32(out + 4 * half, vfmaq_f32(before, vcvtq_f32_s32(sum), vld1q_f32(scales + 4 * half)));
+      const float32x4_t products = vcvtq_f32_s32(vaddq_s32(even[r][half], odd[r][half]));
+      const float32x4_t sum = vfmaq_n_f32(products, vcvtq_f32_s32(wide[half]), x_sum);
+      const float32x4_t both = vmulq_n_f32(vld1q_f32(scales + 4 * half), level);
+      vst1q_f32(out + 4 * half, vfmaq_f32(vld1q_f32(out + 4 * half), sum, both));
     }
   }
 };
@@ -319,14 +325,16 @@ struct Total {
 
 template <int BITS, int R>
 struct Sums : Total<BITS, R> {
-  void scale(int r, const float *scales, const uint8_t *zeros, int32_t x_sum, float *out) const {
-    const __m256i zero = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(zeros)));
-    const __m256i sum = _mm256_sub_epi32(this->total(r), _mm256_mullo_epi32(zero, _mm256_set1_epi32(x_sum)));
-    const __m256 a = _mm256_cvtepi32_ps(sum), b = _mm256_loadu_ps(scales), before = _mm256_loadu_ps(out);
+  void scale(int r, const float *scales, const uint8_t *zeros, float level, float x_sum, float *out) const {
+    const __m256i codes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(zeros)));
+    const __m256 zero = _mm256_cvtepi32_ps(codes), products = _mm256_cvtepi32_ps(this->total(r));
+    const __m256 both = _mm256_mul_ps(_mm256_loadu_ps(scales), _mm256_set1_ps(level)), before = _mm256_loadu_ps(out);
 #if defined(__FMA__)
-    _mm256_storeu_ps(out, _mm256_fmadd_ps(a, b, before));
+    const __m256 sum = _mm256_fnmadd_ps(zero, _mm256_set1_ps(x_sum), products);
+    _mm256_storeu_ps(out, _mm256_fmadd_ps(sum, both, before));
 #else
-    _mm256_storeu_ps(out, _mm256_add_ps(_mm256_mul_ps(a, b), before));
+    const __m256 sum = _mm256_sub_ps(products, _mm256_mul_ps(zero, _mm256_set1_ps(x_sum)));
+    _mm256_storeu_ps(out, _mm256_add_ps(_mm256_mul_ps(sum, both), before));
 #endif
   }
 };
@@ -347,9 +355,9 @@ struct Sums {
             sum[r][row] += BITS == 4 ? (w & 15) * of_low[0] + (w >> 4) * of_low[16] : w * of_low[0];
           }
   }
-  void scale(int r, const float *scales, const uint8_t *zeros, int32_t x_sum, float *out) const {
+  void scale(int r, const float *scales, const uint8_t *zeros, float level, float x_sum, float *out) const {
     for (int row = 0; row < ROWS; ++row)
-      out[row] = fused(scales[row], static_cast<float>(sum[r][row] - zeros[row] * x_sum), out[row]);
+      out[row] = fused(fused(-zeros[row], x_sum, sum[r][row]), scales[row] * level, out[row]);
   }
 };
 #endif
@@ -358,23 +366,22 @@ struct Sums {
 template <int BITS, int R>
 void product(const Matrix &m, int64_t t, const Inputs &in, int64_t first, float *y) {
   constexpr int64_t STEP = BITS == 4 ? 32 : 16;
-  const int64_t groups = m.width / m.group;
+  const int64_t groups = m.width / m.group, each = m.group / in.block;  // each: blocks of a group
   const uint8_t *piece = m.codes + t * (m.width / STEP) * PIECE;
   const int8_t *x = in.codes.data() + first * m.width;
+  int64_t of_x = first * in.blocks;
   float out[R][ROWS] = {};
-  for (int64_t g = 0; g < groups; ++g) {
-    Sums<BITS, R> sums;
-    for (int64_t k = 0; k < m.group; k += STEP, x += STEP, piece += PIECE) sums.add(piece, x, m.width);
-    for (int r = 0; r < R; ++r)
-      sums.scale(r, m.scale + (t * groups + g) * ROWS, m.zero + (t * groups + g) * ROWS,
-                 in.sums[(first + r) * groups + g], out[r]);
-  }
-  for (int r = 0; r < R; ++r)
-    for (int row = 0; row < ROWS; ++row) {
-      const int64_t n = t * ROWS + row;
-      const float centred = fused(-in.zero[first + r], m.total[n], out[r][row]);
-      y[r * ROWS + row] = fused(in.level[first + r], centred, m.bias ? m.bias[n] : 0);
+  for (int64_t g = t * groups; g < (t + 1) * groups; ++g)
+    for (const int64_t end = of_x + each; of_x < end; ++of_x) {
+      Sums<BITS, R> sums;
+      for (int64_t k = 0; k < in.block; k += STEP, x += STEP, piece += PIECE) sums.add(piece, x, m.width);
+      for (int r = 0; r < R; ++r) {
+        const float level = in.level[of_x + r * in.blocks], x_sum = in.sums[of_x + r * in.blocks];
+        sums.scale(r, m.scale + g * ROWS, m.zero + g * ROWS, level, x_sum, out[r]);
+      }
     }
+  for (int r = 0; r < R; ++r)
+    for (int row = 0; row < ROWS; ++row) y[r * ROWS + row] = out[r][row] + (m.bias ? m.bias[t * ROWS + row] : 0);
 }
 
 template <int R>

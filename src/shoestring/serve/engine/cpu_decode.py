@@ -5,15 +5,16 @@ about sixty calls a block. Two executors make fewer, over the same models and th
 
     CompiledDecodeStep  the whole step, head included, as one call of C++ (cpu_decode.cpp) that the machine's compiler
                         builds at the first use. Every thread computes its share of each weight's rows; torch's number
-                        of threads (torch.set_num_threads) counts. Products are those of w4a8 up to rounding, with
-                        scales and zero points as they are stored. It reads the tiles in which layers hold their
-                        weights where our own C++ reads prompts, too, and makes its own elsewhere (Arm).
+                        of threads (torch.set_num_threads) counts. Products are those of kernels/lowbit/tiled_linear.py,
+                        block by block rounded; torch's operator, which reads prompts on Arm, rounds a whole row at
+                        once. It reads the tiles in which layers hold their weights where our own C++ reads prompts,
+                        too, and makes its own elsewhere (Arm).
     TorchDecodeStep     about twenty torch calls a block, for machines without a C++ compiler and for heads whose width
                         is no multiple of 16; several times slower. q, k, v are one product and so are gate and up;
                         RoPE is one small matrix product, with a [D, D] rotation that is made once a step.
 
-Both compute what `Decoder.forward` computes on such layers, up to fp32 rounding. Keys and values are stored as the
-plain forward stores them, so steps of all kinds may follow each other.
+Both compute what `Decoder.forward` computes on such layers, up to the rounding of inputs. Keys and values are stored as
+the plain forward stores them, so steps of all kinds may follow each other.
 
 Left out, and run by the plain forward: several rows or requests, skipped sublayers, layers in different formats, and
 architectures that `unsupported` names.
@@ -35,7 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoestring.formats.int8_activations import Int8Host, format_of, product_of
-from shoestring.kernels.lowbit.tiled_linear import MOST_INPUTS, ROWS, CMatrix, compiled, pointer, usable
+from shoestring.kernels.lowbit.tiled_linear import ROWS, CMatrix, compiled, pointer, usable
 from shoestring.kernels.runtime.triton_backend import fall_back
 from shoestring.model.attention import rope_frequencies, soft_cap
 from shoestring.model.layer_plan import PLAIN, PLAIN_ROPE, DecoderPlan, LayerPlan, RopePlan, Support, features
@@ -319,9 +320,7 @@ class CompiledDecodeStep:
             return "layers that differ"
         if layer.attn.head_dim % 16:  # floats are taken by 16
             return f"attn.head_dim={layer.attn.head_dim}"
-        if max(layer.d_model, layer.mlp.d_ff) > MOST_INPUTS:
-            return f"d_model={layer.d_model}, mlp.d_ff={layer.mlp.d_ff}"
-        return None if _function() is not None and usable(0) else "a machine without a C++ compiler"
+        return None if _function() is not None and usable() else "a machine without a C++ compiler"
 
     def _keep(self, t: Tensor | None) -> int | None:
         if t is None:
