@@ -39,13 +39,13 @@ def link(name: str, target: str) -> str:
 
 
 def train_dense() -> list[str]:
-    model = {"model": "Llama 1B", "compile": "whole"}
+    model = {"model": "GPT-2 774M", "compile": "whole"}
     speed = find("train_dense", "shoestring", "tokens_per_s", **model)
     memory = find("train_dense", "shoestring", "peak_memory", **model)
     bare = find("train_dense", "bare torch.compile loop", "peak_memory", **model)
     return [
         "dense pre-training",
-        "Llama 1B, 8 x 2,048 tokens",
+        "GPT-2 774M, 16 x 1,024 tokens",
         GPU,
         f"bare `torch.compile` loop: {speed['baseline_value']:,.0f} tokens/s, {bare['value']:.1f} GiB",
         f"{speed['value']:,.0f} tokens/s ({speed['ratio']:.2f}x), {memory['value']:.1f} GiB",
