@@ -2,6 +2,7 @@
 
     python -m benchmarks.cpu_decode quality --assets FOLDER         about 4 minutes on one core
     python -m benchmarks.cpu_decode speed --llama-python PYTHON     3 minutes, on an idle machine
+    python -m benchmarks.cpu_decode streams --llama-python PYTHON   3 minutes, on an idle machine
     python -m benchmarks.cpu_decode start --llama-python PYTHON     2 minutes, on an idle machine
 
 Rows: fp32; 4-bit weights decoded to fp32 once (the default of a packed model on a CPU); the same codes multiplied with
@@ -18,6 +19,8 @@ Speed: greedy, `--prompt` tokens in, `--new` out, one request, the time of every
 own process, and the rows take turns, `--rounds` times, so that a busy machine slows all of them; waiting rows sleep.
 Wall time and processor time are recorded (the latter for one thread only; it is meaningful on a busy machine), and how
 fast the prompt is read, by wall time.
+Streams: the same with 1 to 16 requests at once, all of their tokens together; llama.cpp with a batch of as many
+sequences.
 Start: the command `shoestring generate` with one new token, from its start to its end, and the most memory that its
 process had (mapped files included); for llama.cpp a Python program that does the same. Kernels were compiled before.
 `--large FOLDER --large-gguf FILE`: of a larger model, too.
@@ -31,6 +34,7 @@ of 32 do not help: 33.0 against 34.2, since zero points are integers here and mi
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -68,10 +72,12 @@ KINDS = (", decoded", ", 8-bit activations", WHOLE, WHOLE + BARE)
 EMBED = "int8:g0"  # of embedding and head, as recipes leave them
 PROMPT = "prompt_tokens_per_s"
 COMMAND, MEMORY = "command_s", "peak_mb"
+TOGETHER, STREAMS = "streams_tokens_per_s", (1, 2, 4, 8, 16)
 ARM = "aarch64 CPU, 2 cores"  # of the figure
 CASES = ("fp32", *(f + kind for f in FORMATS for kind in KINDS), SHRUNK, FILE, *LLAMA)
 TIMED = ("fp32", *(f + kind for f in FORMATS for kind in KINDS[2:]), SHRUNK, FILE, *LLAMA)
 CONTEXT, WINDOWS = 512, 6
+STREAMED = ("fp32", SHRUNK, FILE, "llama.cpp Q4_0")
 TEXTS = {  # metric: what its text is
     "perplexity": "WikiText-2 test, tokenised edition",
     "perplexity_by_token": "WikiText-2 test, tokenised edition",
@@ -81,7 +87,7 @@ TEXTS = {  # metric: what its text is
 
 def table() -> str:
     """A table a machine."""
-    lines = [n for n in newest("cpu_decode") if n["metric"] not in (COMMAND, MEMORY)]
+    lines = [n for n in newest("cpu_decode") if n["metric"] not in (COMMAND, MEMORY, TOGETHER)]
     machines = dict.fromkeys(n["device"] for n in lines if n["metric"] == "tokens_per_s")
     return "\n\n".join(_of_machine([n for n in lines if n["device"] == m]) for m in machines) or "Not measured yet."
 
@@ -249,13 +255,16 @@ def measure_quality(args: argparse.Namespace) -> None:
 # -- speed ---------------------------------------------------------------------------------------------------
 
 
-def time_steps(model: Decoder, prompt: list[int], new: int, threads: int) -> dict[str, list[float]]:
-    """Seconds of each decode step but the first, by both clocks, and of the step that reads the prompt."""
+def time_steps(model: Decoder, prompt: list[int], new: int, threads: int, streams: int = 1) -> dict[str, list[float]]:
+    """Seconds of each decode step but the first, by both clocks, and of the step that reads the prompts."""
     torch.set_num_threads(threads)
     seconds: dict[str, list[float]] = {"wall": [], "processor": [], "prompt": []}
-    engine = Engine(model, max_requests=1, max_context=len(prompt) + new, chunk=len(prompt), prefix_cache=False)
+    context, chunk = len(prompt) + new, streams * len(prompt)
+    engine = Engine(model, max_requests=streams, max_context=context, chunk=chunk, prefix_cache=False)
     for counted in (False, True):  # the first one brings the weights into the form that is multiplied with
-        engine.add(prompt, Sampling(max_tokens=new if counted else 4, ignore_eos=True))
+        for stream in range(streams):
+            sampling = Sampling(max_tokens=new if counted else 4, ignore_eos=True)
+            engine.add([token + stream for token in prompt], sampling)
         began = time.perf_counter()
         engine.step()
         if counted:
@@ -328,6 +337,52 @@ def measure_speed(args: argparse.Namespace) -> None:
     finally:
         for row in rows.values():
             row.close()
+
+
+def measure_streams(args: argparse.Namespace) -> None:
+    cases = [c for c in STREAMED if c in args.cases and (c not in LLAMA or args.llama_python)]
+    prompt = torch.randint(1000, 40000, (args.prompt,), generator=torch.Generator().manual_seed(0)).tolist()
+    rows = {c: Row(llama(args.llama_python, c) if c in LLAMA else ours(c, args.given)) for c in cases}
+    try:
+        for threads, streams in itertools.product(args.threads, STREAMS):
+            rates: dict[str, list[float]] = {c: [] for c in cases}
+            for _ in range(args.rounds):
+                for case, row in rows.items():
+                    made = row.ask({"prompt": prompt, "new": args.new, "threads": threads, "streams": streams})
+                    rates[case] += [streams / s for s in made["wall"]]
+            peer = LLAMA[1] if LLAMA[1] in rates else ""
+            base = statistics.median(rates[peer]) if peer else None
+            for case, samples in rates.items():
+                value = statistics.median(samples)
+                sizes = {"prompt": args.prompt, "new": args.new, "rounds": args.rounds}
+                record(
+                    bench="cpu_decode",
+                    case=case,
+                    metric=TOGETHER,
+                    unit="tokens/s",
+                    samples=samples,
+                    baseline=peer,
+                    baseline_value=base,
+                    ratio=value / base if base else None,
+                    config={"model": MODEL, "threads": threads, "streams": streams, **sizes},
+                    note=args.note,
+                )
+                print(f"{threads} threads, {streams:2} streams {case:44} {value:7.1f} tokens/s", flush=True)
+    finally:
+        for row in rows.values():
+            row.close()
+
+
+def streams_table() -> str:
+    lines = [n for n in newest("cpu_decode") if n["metric"] == TOGETHER]
+    found = {(n["config"]["threads"], n["case"], n["config"]["streams"]): n for n in lines}
+    rows = []
+    for threads, case in itertools.product(sorted({t for t, *_ in found}), STREAMED):
+        cells = [found.get((threads, case, streams)) for streams in STREAMS]
+        if any(cells):
+            rows.append([str(threads), case, *(f"{n['value']:,.0f}" if n else "" for n in cells)])
+    header = ["threads", "tokens/s of all requests", *(f"{n} at once" if n > 1 else "1 request" for n in STREAMS)]
+    return markdown(header, rows) + provenance(lines) if rows else "Not measured yet."
 
 
 def save_speed(
@@ -443,7 +498,7 @@ print(model("Once upon a time", max_tokens=1, temperature=0)["choices"][0]["text
 # -- llama.cpp -----------------------------------------------------------------------------------------------
 
 LLAMA_SCRIPT = r"""
-import json, math, sys, tempfile, time
+import ctypes, json, math, sys, tempfile, time
 import llama_cpp
 import numpy as np
 from llama_cpp import Llama
@@ -477,6 +532,42 @@ def score(model, tokens):
         count += len(part) - 1
     return {"perplexity": math.exp(total / count)}
 
+def streams(prompt, new, num, threads):
+    # Greedy texts of `num` sequences in one batch, whose prompts differ.
+    settings = llama_cpp.llama_context_default_params()
+    settings.n_ctx, settings.n_seq_max = num * (len(prompt) + new), num
+    settings.n_batch = settings.n_ubatch = num * len(prompt)
+    settings.n_threads = settings.n_threads_batch = threads
+    loaded = llama_cpp.llama_model_load_from_file(path.encode(), llama_cpp.llama_model_default_params())
+    context = llama_cpp.llama_init_from_model(loaded, settings)
+    vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(loaded))
+    batch = llama_cpp.llama_batch_init(num * len(prompt), 0, 1)
+
+    def decode(rows):
+        batch.n_tokens = len(rows)
+        for i, (token, position, sequence, wanted) in enumerate(rows):
+            batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = token, position, 1, wanted
+            batch.seq_id[i][0] = sequence
+        if llama_cpp.llama_decode(context, batch):
+            sys.exit("llama.cpp could not decode a batch")
+        places = [i for i, (*_, wanted) in enumerate(rows) if wanted]
+        logits = (llama_cpp.llama_get_logits_ith(context, i) for i in places)
+        return [int(np.argmax(np.ctypeslib.as_array(row, (vocab,)))) for row in logits]
+
+    wall = []
+    began = time.perf_counter()
+    last = len(prompt) - 1
+    tokens = decode([(t + s, i, s, i == last) for s in range(num) for i, t in enumerate(prompt)])
+    read = time.perf_counter() - began
+    for position in range(len(prompt), len(prompt) + new - 1):
+        began = time.perf_counter()
+        tokens = decode([(token, position, s, True) for s, token in enumerate(tokens)])
+        wall.append(time.perf_counter() - began)
+    llama_cpp.llama_batch_free(batch)
+    llama_cpp.llama_free(context)
+    llama_cpp.llama_model_free(loaded)
+    return {"wall": wall, "processor": [], "prompt": [read]}
+
 def steps(model, prompt, new):
     wall, processor = [], []
     began = time.perf_counter()
@@ -491,9 +582,14 @@ def steps(model, prompt, new):
         processor.append(time.process_time() - began[1])
     return {"wall": wall, "processor": processor, "prompt": [read]}
 
+quiet = llama_cpp.llama_log_callback(lambda *said: None)
+llama_cpp.llama_log_set(quiet, ctypes.c_void_p())
 print(json.dumps("ready"), flush=True)
 for line in sys.stdin:
     ask = json.loads(line)
+    if "streams" in ask:
+        print(json.dumps(streams(ask["prompt"], ask["new"], ask["streams"], ask["threads"])), flush=True)
+        continue
     scores = "perplexity" in ask
     model = Llama(path, n_ctx=window, n_batch=window, n_threads=ask["threads"],
                   n_threads_batch=ask["threads"], verbose=False, logits_all=scores)
@@ -512,9 +608,8 @@ def llama(python: str, case: str, *made: str) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "part", choices=["quality", "speed", "start", "file", "one"], help="one: what speed starts for each row"
-    )
+    parts = ["quality", "speed", "streams", "start", "file", "one"]
+    parser.add_argument("part", choices=parts, help="one: what speed starts for each row")
     parser.add_argument("--assets", type=Path, help="holds text/wikitext-2/ and eval/lambada_openai.jsonl; for quality")
     parser.add_argument("--llama-python", default="", help="an interpreter with llama-cpp-python")
     parser.add_argument("--shrunk", type=Path, help="the model/ folder of a run of shrink/ptq with format=int4:g64")
@@ -541,6 +636,8 @@ def main() -> None:
         if args.assets is None:
             parser.error("quality needs --assets")
         measure_quality(args)
+    elif args.part == "streams":
+        measure_streams(args)
     elif args.part == "start":
         measure_start(args)
     elif args.part == "file":

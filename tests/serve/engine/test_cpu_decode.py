@@ -1,5 +1,5 @@
-"""A token in one step: logits, keys and values of the plain forward; when the engine takes it; the C++ on any number of
-threads, and what happens where it cannot be had."""
+"""Few rows in one step: logits, keys and values of the plain forward; when the engine takes it; the C++ on any number
+of threads, and what happens where it cannot be had."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import threading
 import time
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -79,6 +80,13 @@ def cache_of(spec: ModelSpec, block_size: int = 4) -> KVCache:
     return cache
 
 
+def row_of(
+    step: TorchDecodeStep | CompiledDecodeStep, token: int, blocks: Sequence[int], position: int, cache: KVCache
+) -> torch.Tensor:
+    """Logits of one row."""
+    return step.logits([token], [RowSpan(blocks, position, 1)], [0], cache)
+
+
 @pytest.mark.parametrize("blocks", [[2, 3, 4, 5], [6, 1, 3, 0]], ids=["neighbours", "scattered"])
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("step", STEPS)
@@ -97,7 +105,7 @@ def test_logits_keys_and_values_are_those_of_the_plain_forward(
         plan = cache.plan([RowSpan(blocks, 0, 11)], "cpu")
         model(tokens[None, :11], torch.arange(11)[None], attend=plan)
         if short:
-            got = step(model).logits(14, span, cache)
+            got = step(model).logits([14], [span], [0], cache)
         else:
             wanted = model(tokens[None, 11:], torch.tensor([[11]]), attend=cache.plan([span], "cpu"))[0]
         caches.append(cache)
@@ -111,7 +119,7 @@ def test_logits_keys_and_values_are_those_of_the_plain_forward(
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_the_engine_takes_it_for_single_rows_and_the_plain_forward_for_others(
+def test_the_engine_takes_it_for_few_rows_and_the_plain_forward_for_others(
     monkeypatch: pytest.MonkeyPatch, step: type[TorchDecodeStep | CompiledDecodeStep]
 ) -> None:
     monkeypatch.setattr(runner, "executor_of", lambda _: step)
@@ -122,10 +130,14 @@ def test_the_engine_takes_it_for_single_rows_and_the_plain_forward_for_others(
     prompts = [[1, 5, 9, 12], [1, 7, 7], [1, 30, 31, 32, 33]]
     sampling = Sampling(max_tokens=8, ignore_eos=True)
     alone = [Engine(model, max_requests=1, max_context=32).generate([p], sampling)[0].token_ids for p in prompts]
-    assert len(calls) == 3 * 7  # every token but the first, which the prompt's rows give
+    compiled = step is CompiledDecodeStep
+    assert len(calls) == 3 * (7 + compiled)  # torch's reads no prompts
     calls.clear()
-    Engine(model, max_requests=3, max_context=32).generate(prompts, sampling)
-    assert not calls
+    together = [o.token_ids for o in Engine(model, max_requests=3, max_context=32).generate(prompts, sampling)]
+    assert len(calls) == 8 * compiled and (together == alone or not compiled)
+    calls.clear()
+    Engine(model, max_requests=1, max_context=32).generate([list(range(1, 19))], sampling)
+    assert len(calls) == 7  # the prompt has more rows than either takes
     monkeypatch.setattr(runner, "executor_of", lambda _: None)
     without = [Engine(model, max_requests=1, max_context=32).generate([p], sampling)[0].token_ids for p in prompts]
     # Last bits may turn a level of an input, and that a choice between two tokens that are almost equal.
@@ -203,7 +215,7 @@ def difference(
     torch.set_num_threads(threads)
     try:
         for position, token in enumerate(tokens[begin:].tolist(), begin):
-            got = step.logits(token, RowSpan(blocks, position, 1), cache)
+            got = row_of(step, token, blocks, position, cache)
     finally:
         torch.set_num_threads(before)
     assert got.shape == wanted.shape
@@ -239,6 +251,40 @@ def test_positions_and_heads_that_are_taken_together(
 
 
 @needs_compiler
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("name", [*SPECS, *COMPILED])
+@torch.no_grad()
+def test_rows_do_not_depend_on_each_other(name: str, threads: int) -> None:
+    """The next token of a request, three rows that are checked of another, and a prompt; one by one and together."""
+    model = served({**SPECS, **COMPILED}[name], head=HEAD)
+    step, spans = CompiledDecodeStep(model), [RowSpan([6, 1, 3], 9, 1), RowSpan([2, 4], 4, 3), RowSpan([0, 5], 0, 8)]
+    tokens = torch.randint(90, (30,), generator=torch.Generator().manual_seed(3)).tolist()
+    rows, caches, found = [0, 1, 2, 3, 11], [], []
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for together in (False, True):
+            cache = cache_of(model.spec)
+            for span in spans:
+                for position in range(span.start):
+                    row_of(step, tokens[position], span.blocks, position, cache)
+            if together:
+                found.append(step.logits(tokens[:12], spans, rows, cache))
+            else:
+                places = [(span.blocks, p) for span in spans for p in range(span.start, span.stop)]
+                own = [row_of(step, t, *place, cache) for t, place in zip(tokens, places, strict=False)]
+                found.append(torch.cat(own)[rows])
+            caches.append(cache)
+        assert step.logits(tokens[:12], spans, [], cache).shape == (0, 90)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*found)
+    for layer in range(model.spec.num_layers):
+        for mine, other in zip(*(cache.stored(layer) for cache in caches), strict=True):
+            assert torch.equal(mine, other)
+
+
+@needs_compiler
 @pytest.mark.parametrize("label", ["int4:sym:g32", "int4:g0", "int3:g32", "int2:sym:g32", "int8:g32"])
 @pytest.mark.parametrize("head", ["", "int8:g32", "int4:g64"])
 def test_formats_and_heads(label: str, head: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,7 +312,7 @@ def test_prompts_and_single_tokens_share_their_tiles(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(int8_activations, "has_arm_kernels", lambda: False)
     model = served(SPECS["one group"], embed="int8:g0")
     step = CompiledDecodeStep(model)
-    step.logits(5, RowSpan([0], 0, 1), cache_of(model.spec))
+    row_of(step, 5, [0], 0, cache_of(model.spec))
     model(torch.arange(4)[None])  # makes no others
     hosts = [m for m in model.modules() if isinstance(m, Int8Host)]
     assert len(hosts) == 15
@@ -282,8 +328,8 @@ def test_without_special_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
     library = cpp.load_library(WITHOUT + TILES.read_text() + cpu_decode.SOURCE.read_text())
     assert library is not None
     known = cpu_decode._function()
-    library.token_step.argtypes, library.token_step.restype = known.argtypes, known.restype
-    monkeypatch.setattr(cpu_decode, "_function", lambda: library.token_step)
+    library.rows_step.argtypes, library.rows_step.restype = known.argtypes, known.restype
+    monkeypatch.setattr(cpu_decode, "_function", lambda: library.rows_step)
     assert agrees(served(head=HEAD), monkeypatch)
 
 
@@ -293,7 +339,7 @@ def test_what_is_not_a_number_stays_so() -> None:
     for poison in (float("nan"), float("inf")):
         model = served(head=HEAD)
         model.embed.weight[7, 3] = poison
-        logits = CompiledDecodeStep(model).logits(7, RowSpan([0], 0, 1), cache_of(SPEC))
+        logits = CompiledDecodeStep(model).logits([7], [RowSpan([0], 0, 1)], [0], cache_of(SPEC))
         assert logits.isnan().all()
 
 
@@ -301,13 +347,13 @@ def test_what_is_not_a_number_stays_so() -> None:
 def test_callers_on_several_threads_take_turns_and_a_fork_has_threads_of_its_own() -> None:
     model = served(head=HEAD)
     step = CompiledDecodeStep(model)
-    wanted = step.logits(5, RowSpan([0], 0, 1), cache_of(SPEC))
+    wanted = row_of(step, 5, [0], 0, cache_of(SPEC))
     found: list[bool] = []
 
     def ask() -> None:
         cache = cache_of(SPEC)
         own = CompiledDecodeStep(model)
-        found.extend(torch.equal(own.logits(5, RowSpan([0], 0, 1), cache), wanted) for _ in range(20))
+        found.extend(torch.equal(row_of(own, 5, [0], 0, cache), wanted) for _ in range(20))
 
     callers = [threading.Thread(target=ask) for _ in range(3)]
     for caller in callers:
@@ -317,7 +363,7 @@ def test_callers_on_several_threads_take_turns_and_a_fork_has_threads_of_its_own
     assert found == [True] * 60
     child = os.fork()
     if child == 0:
-        same = step.logits(5, RowSpan([0], 0, 1), cache_of(SPEC)).tolist() == wanted.tolist()
+        same = row_of(step, 5, [0], 0, cache_of(SPEC)).tolist() == wanted.tolist()
         os._exit(0 if same else 1)
     for _ in range(6000):
         ended, status = os.waitpid(child, os.WNOHANG)
@@ -339,11 +385,11 @@ def test_a_cache_that_grew_is_found_again() -> None:
     logits = []
     for position in range(100):
         assert cache.pool.grow(table, position + 1)
-        logits.append(step.logits(5 + position % 7, RowSpan(table.blocks, position, 1), cache))
+        logits.append(row_of(step, 5 + position % 7, table.blocks, position, cache))
     assert cache.num_moves > 2 * SPEC.num_layers  # moved on the way
     large, step = cache_of(SPEC, 16), CompiledDecodeStep(model)
     for position in range(100):
-        again = step.logits(5 + position % 7, RowSpan(list(range(16)), position, 1), large)
+        again = row_of(step, 5 + position % 7, list(range(16)), position, large)
         torch.testing.assert_close(again, logits[position], atol=1e-4, rtol=1e-4)
 
 

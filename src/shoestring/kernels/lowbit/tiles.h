@@ -17,6 +17,7 @@
 #include <limits>
 #include <mutex>
 #include <thread>
+#include <type_traits>
 #include <vector>
 #include <unistd.h>
 #if defined(__ARM_FEATURE_DOTPROD)
@@ -138,17 +139,52 @@ typedef float Wide __attribute__((vector_size(4 * WIDE)));
 // Inputs that share a level, in weights with such groups (a multiple of 32).
 inline int64_t block_of(int64_t group) { return group % 64 == 0 ? 64 : 32; }
 
-struct Inputs {
-  int64_t width = 0, block = 0, blocks = 0;
+#if defined(__AVX2__) && defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#define PAIRS  // of tiles are multiplied at a time, in registers of 64 bytes
+#endif
+constexpr int64_t PANEL = 16;  // rows of inputs that are multiplied with a pair at a time, at most
+
+class Inputs {
+ public:
+  int64_t rows = 0, width = 0, block = 0, blocks = 0;
   std::vector<int8_t> codes;
   std::vector<float> level, sums;  // [rows][blocks]; sums: of the codes, exact
+#if defined(PAIRS)
+  std::vector<int8_t> panels;  // the same again for more than one row: see `arrange`
+#endif
 
-  void resize(int64_t rows, int64_t new_width, int64_t group) {
-    width = new_width, block = block_of(group), blocks = width / block;
-    codes.resize(rows * width), level.resize(rows * blocks), sums.resize(rows * blocks);
+  void resize(int64_t new_rows, int64_t new_width, int64_t group) {
+    rows = new_rows, width = new_width, block = block_of(group), blocks = width / block;
+    int64_t room = rows;
+#if defined(PAIRS)
+    if (rows > 1) room = num_panels() * PANEL, panels.resize(room * (width + 8 * blocks));
+#endif
+    codes.resize(room * width), level.resize(room * blocks), sums.resize(room * blocks);
   }
 
-  void round(const float *x, int64_t row) { block == 64 ? round<64>(x, row) : round<32>(x, row); }
+  int64_t num_panels() const { return (rows + PANEL - 1) / PANEL; }
+
+  // Rounds the rows of panel i of x [rows][width].
+  void read(const float *x, int64_t i) {
+    for (int64_t row = i * PANEL; row < std::min(rows, (i + 1) * PANEL); ++row)
+      block == 64 ? round<64>(x + row * width, row) : round<32>(x + row * width, row);
+#if defined(PAIRS)
+    if (rows > 1) visit(i, [this](auto R, int64_t first, int8_t *panel) { arrange<R>(first, panel); });
+#endif
+  }
+
+#if defined(PAIRS)
+  // Calls use(integral constant R, first row, panel): panel i has R rows, of which the last ones may not exist.
+  template <class Use>
+  void visit(int64_t i, Use use) {
+    const int64_t first = i * PANEL, rest = rows - first;
+    int8_t *const own = panels.data() + first * (width + 8 * blocks);
+    if (rest <= 2) return use(std::integral_constant<int, 2>(), first, own);
+    if (rest <= 4) return use(std::integral_constant<int, 4>(), first, own);
+    if (rest <= 8) return use(std::integral_constant<int, 8>(), first, own);
+    use(std::integral_constant<int, PANEL>(), first, own);
+  }
+#endif
 
  private:
   template <int NUM>
@@ -179,6 +215,20 @@ struct Inputs {
     }
     return static_cast<float>(sum);
   }
+#if defined(PAIRS)
+  // Rows first to first + R, block by block: codes [block / 4][R][4], levels [R], sums [R]. What is multiplied together
+  // lies together.
+  template <int R>
+  void arrange(int64_t first, int8_t *panel) const {
+    for (int64_t b = 0; b < blocks; ++b, panel += (block + 8) * R)
+      for (int r = 0; r < R; ++r) {
+        const int8_t *const x = codes.data() + (first + r) * width + b * block;
+        for (int64_t k = 0; k < block; k += 4) __builtin_memcpy(panel + k * R + 4 * r, x + k, 4);
+        __builtin_memcpy(panel + block * R + 4 * r, &level[(first + r) * blocks + b], 4);
+        __builtin_memcpy(panel + (block + 4) * R + 4 * r, &sums[(first + r) * blocks + b], 4);
+      }
+  }
+#endif
 };
 
 // a * b + c in one rounding where the processor can: the compiler would choose anew in every place that this is inlined
@@ -384,9 +434,109 @@ void product(const Matrix &m, int64_t t, const Inputs &in, int64_t first, float 
     for (int row = 0; row < ROWS; ++row) y[r * ROWS + row] = out[r][row] + (m.bias ? m.bias[t * ROWS + row] : 0);
 }
 
-template <int R>
-void product(const Matrix &m, int64_t t, const Inputs &in, int64_t first, float *y) {
-  m.bits == 4 ? product<4, R>(m, t, in, first, y) : product<8, R>(m, t, in, first, y);
+// Calls use(row, first output, results, their number) for rows first to stop of the inputs times tile t.
+template <class Use>
+void multiply_tile(const Matrix &m, int64_t t, const Inputs &in, int64_t first, int64_t stop, Use use) {
+  const auto several = [&](auto R) {  // they share the unpacking of codes
+    for (float y[R * ROWS]; first + R <= stop; first += R) {
+      m.bits == 4 ? product<4, R>(m, t, in, first, y) : product<8, R>(m, t, in, first, y);
+      for (int r = 0; r < R; ++r) use(first + r, t * ROWS, y + r * ROWS, ROWS);
+    }
+  };
+  several(std::integral_constant<int, MOST>());
+  if constexpr (MOST > 4) several(std::integral_constant<int, 4>());
+  several(std::integral_constant<int, 2>());
+  several(std::integral_constant<int, 1>());
+}
+
+#if defined(PAIRS)
+// -- two tiles at a time ------------------------------------------------------------------------------------
+
+inline __m512i pair(const uint8_t *a, const uint8_t *b) {  // 32 bytes of each
+  const auto load = [](const uint8_t *p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i *>(p)); };
+  return _mm512_inserti64x4(_mm512_castsi256_si512(load(a)), load(b), 1);
+}
+inline __m512 pair(const float *a, const float *b) {  // 8 floats of each
+  const __m512d low = _mm512_castpd256_pd512(_mm256_castps_pd(_mm256_loadu_ps(a)));
+  return _mm512_castpd_ps(_mm512_insertf64x4(low, _mm256_castps_pd(_mm256_loadu_ps(b)), 1));
+}
+inline __m512i widened_pair(const uint8_t *a, const uint8_t *b) {  // 8 bytes of each, as integers of 32 bits
+  const auto load = [](const uint8_t *p) { return _mm_loadl_epi64(reinterpret_cast<const __m128i *>(p)); };
+  return _mm512_cvtepu8_epi32(_mm_unpacklo_epi64(load(a), load(b)));
+}
+
+template <class Value>
+Value value_at(const int8_t *bytes) {
+  Value value;
+  __builtin_memcpy(&value, bytes, sizeof value);
+  return value;
+}
+
+// As `product` of tiles t and t + 1, to the bit: y [R][16], in which sums over the blocks so far are kept: all registers
+// are needed within a block.
+template <int BITS, int R>
+void product_of_pair(const Matrix &m, int64_t t, int64_t block, const int8_t *panel, float *y) {
+  constexpr int64_t STEP = BITS == 4 ? 32 : 16;
+  const int64_t groups = m.width / m.group, next = m.width / STEP * PIECE;
+  const uint8_t *piece = m.codes + t * next;
+  const __m512i low_half = _mm512_set1_epi8(15);
+  std::fill(y, y + R * 2 * ROWS, 0.f);
+  for (int64_t g = 0; g < groups; ++g) {
+    const int64_t at = (t * groups + g) * ROWS, below = at + groups * ROWS;
+    const __m512 zero = _mm512_cvtepi32_ps(widened_pair(m.zero + at, m.zero + below));
+    const __m512 scale = pair(m.scale + at, m.scale + below);
+    for (int64_t b = 0; b < m.group; b += block) {
+      __m512i sum[R];
+      for (int r = 0; r < R; ++r) sum[r] = _mm512_setzero_si512();
+      const auto add = [&sum](__m512i w, const int8_t *x) {
+        for (int r = 0; r < R; ++r)
+          sum[r] = _mm512_dpbusd_epi32(sum[r], w, _mm512_set1_epi32(value_at<int32_t>(x + 4 * r)));
+      };
+      for (int64_t k = 0; k < block; k += STEP, panel += STEP * R, piece += PIECE)
+        for (int quad = 0; quad < 4; ++quad) {
+          const __m512i w = pair(piece + 32 * quad, piece + next + 32 * quad);
+          if constexpr (BITS == 8) {
+            add(w, panel + 4 * R * quad);
+            continue;
+          }
+          add(_mm512_and_si512(w, low_half), panel + 4 * R * quad);
+          add(_mm512_and_si512(_mm512_srli_epi16(w, 4), low_half), panel + 4 * R * (quad + 4));
+        }
+      for (int r = 0; r < R; ++r, y += 2 * ROWS) {
+        const __m512 level = _mm512_set1_ps(value_at<float>(panel + 4 * r));
+        const __m512 x_sum = _mm512_set1_ps(value_at<float>(panel + 4 * (R + r)));
+        const __m512 exact = _mm512_fnmadd_ps(zero, x_sum, _mm512_cvtepi32_ps(sum[r]));
+        _mm512_storeu_ps(y, _mm512_fmadd_ps(exact, _mm512_mul_ps(scale, level), _mm512_loadu_ps(y)));
+      }
+      y -= R * 2 * ROWS, panel += 8 * R;
+    }
+  }
+  if (m.bias)
+    for (int r = 0; r < R; ++r, y += 2 * ROWS)
+      _mm512_storeu_ps(y, _mm512_add_ps(_mm512_loadu_ps(y), _mm512_loadu_ps(m.bias + t * ROWS)));
+}
+
+// The same as `multiply_tile`, for tiles t and t + 1 and rows from the start of a panel on.
+template <class Use>
+void multiply_pair(const Matrix &m, int64_t t, Inputs &in, int64_t first, int64_t stop, Use use) {
+  for (int64_t i = first / PANEL; i * PANEL < stop; ++i)
+    in.visit(i, [&](auto R, int64_t row, const int8_t *panel) {
+      float y[R * 2 * ROWS];
+      m.bits == 4 ? product_of_pair<4, R>(m, t, in.block, panel, y) : product_of_pair<8, R>(m, t, in.block, panel, y);
+      for (int64_t r = row; r < std::min(stop, row + R); ++r) use(r, t * ROWS, y + 2 * ROWS * (r - row), 2 * ROWS);
+    });
+}
+#endif
+
+// Calls use(row, first output, results, their number) for rows first to stop of the inputs times tiles begin to end; `first`
+// is a multiple of PANEL. What a row gives does not depend on the others.
+template <class Use>
+void multiply_tiles(const Matrix &m, int64_t begin, int64_t end, Inputs &in, int64_t first, int64_t stop, Use use) {
+#if defined(PAIRS)
+  if (in.rows > 1)
+    for (; begin + 2 <= end; begin += 2) multiply_pair(m, begin, in, first, stop, use);
+#endif
+  for (; begin < end; ++begin) multiply_tile(m, begin, in, first, stop, use);
 }
 
 }  // namespace

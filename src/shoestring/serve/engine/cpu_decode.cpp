@@ -1,7 +1,10 @@
-// One token of one request through a decoder whose weights are 4- or 8-bit integers, in one call (after tiles.h).
+// A few rows (the next tokens of requests, drafts that are checked) through a decoder whose weights are 4- or 8-bit
+// integers, in one call (after tiles.h).
 //
-//   every thread runs the same program; barriers (five a layer) precede reads of what other threads wrote
-//   the row of inputs is rounded to 8 bits by every thread
+//   every thread runs the same program; barriers (five a layer, six for several rows) precede reads of what other
+//   threads wrote
+//   rows of inputs are rounded to 8 bits by every thread
+//   what a row gives does not depend on the others, to the bit
 //
 // The layer is that of cpu_decode.py's COMPILED: RMSNorm before a sublayer, after it or both, RoPE on a part of each head
 // or none, windows, soft caps, gated layers; the same sizes and eps in all layers.
@@ -52,17 +55,23 @@ float dot(const float *a, const float *b, int64_t num) {
   return (all[0] + all[1]) + (all[2] + all[3]);
 }
 
-// Four products at once: one read of `a` serves all of them.
+Wide load_wide(const float *x) {
+  Wide wide;
+  __builtin_memcpy(&wide, x, sizeof wide);
+  return wide;
+}
+
+// Four products at once: one read of `a` serves all of them. `num` is a multiple of 16.
 Four dots(const float *a, const float *const *b, int64_t num) {
-  Four sum[4][2] = {};
-  for (int64_t i = 0; i < num; i += 8)
+  Wide sum[4][2] = {};
+  for (int64_t i = 0; i < num; i += LANES)
     for (int half = 0; half < 2; ++half)
       for (int row = 0; row < 4; ++row)
-        sum[row][half] += load(a + i + 4 * half) * load(b[row] + i + 4 * half);
+        sum[row][half] += load_wide(a + i + WIDE * half) * load_wide(b[row] + i + WIDE * half);
   Four all;
   for (int row = 0; row < 4; ++row) {
-    const Four both = sum[row][0] + sum[row][1];
-    all[row] = (both[0] + both[1]) + (both[2] + both[3]);
+    const Wide both = sum[row][0] + sum[row][1];
+    all[row] = ((both[0] + both[4]) + (both[1] + both[5])) + ((both[2] + both[6]) + (both[3] + both[7]));
   }
   return all;
 }
@@ -95,64 +104,87 @@ struct Partial {
   std::vector<float> top, sum, values;
 };
 
-struct Step {
-  const Model &model;
-  const int64_t position;
-  Team &team;
-  float *logits;
-  std::vector<float> x, qkv, hidden, added, cosine, sine;  // added: a sublayer's result before the norm after it
-  std::vector<Partial> partial;  // of each thread
-  std::vector<int64_t> places;   // offset of each position up to this one in keys and in values
+// Where a row stands.
+struct Place {
+  int64_t position;
+  std::vector<int64_t> at;            // offset of each position up to this one in keys and in values
+  std::vector<float> cosine, sine;    // [num_ropes][pairs]
 
-  Step(const Model &m, const float *embedding, int64_t position, const int64_t *blocks, Team &team, float *logits)
-      : model(m), position(position), team(team), logits(logits), x(embedding, embedding + m.width),
-        qkv(m.layers->q.rows + m.layers->k.rows + m.layers->v.rows), hidden(m.hidden), added(m.width),
-        cosine(m.num_ropes * m.pairs), sine(m.num_ropes * m.pairs),
-        partial(team.size, {std::vector<float>(m.heads), std::vector<float>(m.heads),
-                            std::vector<float>(m.heads * m.head_dim)}),
-        places(position + 1) {
+  Place(const Model &m, int64_t position, const int64_t *blocks)
+      : position(position), at(position + 1), cosine(m.num_ropes * m.pairs), sine(m.num_ropes * m.pairs) {
     for (int64_t s = 0; s <= position; ++s)
-      places[s] = (blocks[s / m.block_size] * m.block_size + s % m.block_size) * m.groups * m.head_dim;
+      at[s] = (blocks[s / m.block_size] * m.block_size + s % m.block_size) * m.groups * m.head_dim;
     for (int64_t i = 0; i < m.num_ropes * m.pairs; ++i) {
       const float angle = static_cast<float>(position) * m.frequencies[i], scale = m.table_scale[i / m.pairs];
       cosine[i] = scale * std::cos(angle), sine[i] = scale * std::sin(angle);
     }
   }
+};
 
-  // Calls use(row, 8 results) for this thread's share of the tiles of matrices that lie one below the other.
+// Rows that a call computes, and those of which it gives results.
+struct Rows {
+  int64_t num;
+  const float *embedding;          // [num][width]
+  const int64_t *positions;        // [num]
+  const int64_t *const *blocks;    // [num]: a table each
+  int64_t num_wanted;
+  const int64_t *wanted;           // [num_wanted]
+};
+
+struct Step {
+  const Model &model;
+  const Rows &rows;
+  Team &team;
+  float *result;
+  const int64_t attended_width, qkv_width;
+  std::vector<float> x, qkv, hidden, added;  // of each row; added: a sublayer's result before the norm after it
+  std::vector<Place> places;                 // of each row
+  std::vector<Partial> partial;              // of each row and thread
+
+  Step(const Model &m, const Rows &rows, Team &team, float *result)
+      : model(m), rows(rows), team(team), result(result), attended_width(m.heads * m.head_dim),
+        qkv_width(m.layers->q.rows + m.layers->k.rows + m.layers->v.rows),
+        x(rows.embedding, rows.embedding + rows.num * m.width), qkv(rows.num * qkv_width), hidden(rows.num * m.hidden),
+        added(rows.num * m.width),
+        partial(rows.num * team.size,
+                {std::vector<float>(m.heads), std::vector<float>(m.heads), std::vector<float>(attended_width)}) {
+    for (int64_t r = 0; r < rows.num; ++r) places.emplace_back(m, rows.positions[r], rows.blocks[r]);
+  }
+
+  // Calls use(row of inputs, first output, results, their number) for this thread's share of the tiles of matrices that lie
+  // one below the other.
   template <class Use>
-  void multiply(std::initializer_list<const Matrix *> matrices, const Inputs &in, int rank, Use use) const {
+  void multiply(std::initializer_list<const Matrix *> matrices, Inputs &in, int rank, Use use) const {
     int64_t num = 0, above = 0;
     for (const Matrix *m : matrices) num += m->rows / ROWS;
     const int64_t begin = num * rank / team.size, end = num * (rank + 1) / team.size;
     for (const Matrix *m : matrices) {
       const int64_t tiles = m->rows / ROWS;
-      for (int64_t t = std::max(begin, above); t < std::min(end, above + tiles); ++t) {
-        float y[ROWS];
-        product<1>(*m, t - above, in, 0, y);
-        use(t * ROWS, y);
-      }
+      multiply_tiles(*m, std::max(begin - above, int64_t{0}), std::min(end - above, tiles), in, 0, in.rows,
+                     [&](int64_t row, int64_t n, const float *y, int64_t count) { use(row, above * ROWS + n, y, count); });
       above += tiles;
     }
   }
 
   // This thread's share of act(gate x) * up x, some tiles of each in turn: runs of memory are read in its order.
-  void multiply_gated(const Matrix &gate, const Matrix &up, const Inputs &in, int rank) {
+  void multiply_gated(const Matrix &gate, const Matrix &up, Inputs &in, int rank) {
     constexpr int64_t EACH = 16;
     const int64_t tiles = gate.rows / ROWS, end = tiles * (rank + 1) / team.size;
     for (int64_t begin = tiles * rank / team.size; begin < end; begin += EACH) {
-      float gated[EACH * ROWS], y[ROWS];
-      const int64_t num = std::min(EACH, end - begin);
-      for (int64_t t = 0; t < num; ++t) product<1>(gate, begin + t, in, 0, gated + t * ROWS);
-      for (int64_t t = 0; t < num; ++t) {
-        product<1>(up, begin + t, in, 0, y);
-        for (int i = 0; i < ROWS; ++i) hidden[(begin + t) * ROWS + i] = activate(gated[t * ROWS + i], model.act) * y[i];
-      }
+      const int64_t stop = std::min(begin + EACH, end);
+      multiply_tiles(gate, begin, stop, in, 0, rows.num, [this](int64_t row, int64_t n, const float *y, int64_t num) {
+        std::copy(y, y + num, hidden.data() + row * model.hidden + n);
+      });
+      multiply_tiles(up, begin, stop, in, 0, rows.num, [this](int64_t row, int64_t n, const float *y, int64_t num) {
+        float *const gated = hidden.data() + row * model.hidden + n;
+        for (int i = 0; i < num; ++i) gated[i] = activate(gated[i], model.act) * y[i];
+      });
     }
   }
 
   // Head h of `part`, `num` heads of queries or keys: normed where the model has such norms, then rotated to the position.
-  void rotate(const Layer &layer, const float *part, int64_t num, int64_t h, const float *weight, float *y) const {
+  void rotate(const Layer &layer, const Place &place, const float *part, int64_t num, int64_t h, const float *weight,
+              float *y) const {
     const int64_t width = model.head_dim, half = model.pairs;
     const float *head = part + h * width;
     if (weight && model.norm_width) {
@@ -165,7 +197,7 @@ struct Step {
     }
     if (head != y) std::copy(head, head + width, y);
     if (layer.rope < 0) return;
-    const float *c = cosine.data() + layer.rope * half, *s = sine.data() + layer.rope * half;
+    const float *c = place.cosine.data() + layer.rope * half, *s = place.sine.data() + layer.rope * half;
     for (int64_t i = 0; i < half; ++i) {
       const float a = y[i], b = y[half + i];
       y[i] = a * c[i] - b * s[i];
@@ -175,43 +207,56 @@ struct Step {
 
   // Adds the values of positions begin to end to the sums of HEADS heads of a group: one read of a value serves all.
   template <int HEADS>
-  void weigh(const float *score, int64_t stride, const float *values, int64_t begin, int64_t end, float *y) const {
+  void weigh(const Place &place, const float *score, int64_t stride, const float *values, int64_t begin, int64_t end,
+             float *y) const {
+    const int64_t width = model.head_dim, pairs = width / (2 * LANES) * (2 * LANES);
+    for (int64_t i = 0; i < pairs; i += 2 * LANES)
+      weigh_dims<HEADS, 2 * LANES>(place, score, stride, values + i, begin, end, y + i);
+    if (pairs < width) weigh_dims<HEADS, LANES>(place, score, stride, values + pairs, begin, end, y + pairs);
+  }
+  template <int HEADS, int DIMS>
+  void weigh_dims(const Place &place, const float *score, int64_t stride, const float *values, int64_t begin, int64_t end,
+                  float *y) const {
     const int64_t width = model.head_dim;
-    for (int64_t i = 0; i < width; i += LANES) {
-      Four sum[HEADS][4];
-      for (int h = 0; h < HEADS; ++h)
-        for (int j = 0; j < 4; ++j) sum[h][j] = load(y + h * width + i + 4 * j);
-      for (int64_t s = begin; s < end; ++s)
-        for (int j = 0; j < 4; ++j) {
-          const Four value = load(values + places[s] + i + 4 * j);
-          for (int h = 0; h < HEADS; ++h) sum[h][j] += score[h * stride + s] * value;
-        }
-      for (int h = 0; h < HEADS; ++h) __builtin_memcpy(y + h * width + i, sum[h], sizeof sum[h]);
-    }
+    Wide sum[HEADS][DIMS / WIDE];
+    for (int h = 0; h < HEADS; ++h) __builtin_memcpy(sum[h], y + h * width, sizeof sum[h]);
+    for (int64_t s = begin; s < end; ++s)
+      for (int j = 0; j < DIMS / WIDE; ++j) {
+        const Wide value = load_wide(values + place.at[s] + WIDE * j);
+        for (int h = 0; h < HEADS; ++h) sum[h][j] += score[h * stride + s] * value;
+      }
+    for (int h = 0; h < HEADS; ++h) __builtin_memcpy(y + h * width, sum[h], sizeof sum[h]);
   }
 
-  // All query heads over this thread's share of the positions. Keys are read in the order of memory, values in runs
-  // that stay in the processor's nearest cache.
-  void attend(const Layer &layer, int rank, std::vector<float> &scratch) {
+  void store_keys(const Layer &layer, int64_t row) const {
+    const int64_t width = model.head_dim, heads = model.heads, groups = model.groups;
+    const Place &place = places[row];
+    const float *const own = qkv.data() + row * qkv_width;
+    const int64_t at = place.at[place.position];
+    for (int64_t g = 0; g < groups; ++g)
+      rotate(layer, place, own + heads * width, groups, g, layer.k_norm, layer.keys + at + g * width);
+    std::copy(own + (heads + groups) * width, own + (heads + 2 * groups) * width, layer.values + at);
+  }
+
+  // All query heads of a row over this thread's share of the positions. Keys are read in the order of memory, values in
+  // runs that stay in the processor's nearest cache.
+  void attend(const Layer &layer, int64_t row, int rank, std::vector<float> &scratch) {
     const int64_t width = model.head_dim, heads = model.heads, groups = model.groups, each = heads / groups;
+    const Place &place = places[row];
+    const int64_t position = place.position;
     const int64_t first = layer.window && position >= layer.window ? position + 1 - layer.window : 0;
     const int64_t seen = position + 1 - first;
     const int64_t begin = first + seen * rank / team.size, end = first + seen * (rank + 1) / team.size;
-    if (end > position)
-      for (int64_t g = 0; g < groups; ++g) {
-        rotate(layer, qkv.data() + heads * width, groups, g, layer.k_norm, layer.keys + places[position] + g * width);
-        for (int64_t i = 0; i < width; ++i)
-          layer.values[places[position] + g * width + i] = qkv[(heads + groups + g) * width + i];
-      }
-    Partial &part = partial[rank];
+    if (rows.num == 1 && end > position) store_keys(layer, row);  // no other thread reads them
+    Partial &part = partial[row * team.size + rank];
     scratch.resize(heads * (width + end - begin));
     float *const queries = scratch.data(), *const scores = queries + heads * width - begin;
-    for (int64_t h = 0; h < heads; ++h) rotate(layer, qkv.data(), heads, h, layer.q_norm, queries + h * width);
+    for (int64_t h = 0; h < heads; ++h) rotate(layer, place, qkv.data() + row * qkv_width, heads, h, layer.q_norm, queries + h * width);
     for (int64_t s = begin; s < end; s += 4) {
       const int64_t num = std::min<int64_t>(4, end - s);
       for (int64_t h = 0; h < heads; ++h) {
         const float *keys[4];  // the last one again where there are fewer
-        for (int64_t i = 0; i < 4; ++i) keys[i] = layer.keys + places[s + std::min(i, num - 1)] + h / each * width;
+        for (int64_t i = 0; i < 4; ++i) keys[i] = layer.keys + place.at[s + std::min(i, num - 1)] + h / each * width;
         const Four score = model.scale * dots(queries + h * width, keys, width);
         for (int64_t i = 0; i < num; ++i) scores[h * (end - begin) + s + i] = score[i];
       }
@@ -232,88 +277,97 @@ struct Step {
         const int64_t stride = end - begin, stop = std::min(end, run + RUN);
         const float *const score = scores + h * stride, *const values = layer.values + h / each * width;
         float *const y = part.values.data() + h * width;
-        if (num == 2) weigh<2>(score, stride, values, run, stop, y);
-        if (num == 1) weigh<1>(score, stride, values, run, stop, y);
+        if (num == 2) weigh<2>(place, score, stride, values, run, stop, y);
+        if (num == 1) weigh<1>(place, score, stride, values, run, stop, y);
       }
   }
 
   // Combines the partial attention of all threads.
-  void combine(float *attended) const {
+  void combine(int64_t row, float *attended) const {
     const int64_t width = model.head_dim;
+    const Partial *const begin = partial.data() + row * team.size, *const end = begin + team.size;
     for (int64_t h = 0; h < model.heads; ++h) {
       float top = LEAST, sum = 0, *y = attended + h * width;
-      for (const Partial &part : partial) top = std::max(top, part.top[h]);
-      for (const Partial &part : partial) sum += part.sum[h] * exponential(part.top[h] - top);
+      for (const Partial *part = begin; part < end; ++part) top = std::max(top, part->top[h]);
+      for (const Partial *part = begin; part < end; ++part) sum += part->sum[h] * exponential(part->top[h] - top);
       for (int64_t i = 0; i < width; ++i) y[i] = 0;
-      for (const Partial &part : partial) {
-        const float weight = exponential(part.top[h] - top) / sum;
-        for (int64_t i = 0; i < width; ++i) y[i] += weight * part.values[h * width + i];
+      for (const Partial *part = begin; part < end; ++part) {
+        const float weight = exponential(part->top[h] - top) / sum;
+        for (int64_t i = 0; i < width; ++i) y[i] += weight * part->values[h * width + i];
       }
     }
   }
 
   void operator()(int rank) {
-    std::vector<float> normed(model.width), attended(model.heads * model.head_dim), scratch;
+    const int64_t num = rows.num, width = model.width;
+    std::vector<float> normed(num * width), attended(num * attended_width), scratch;
     Inputs in;
-    const auto round = [&in](const std::vector<float> &row, const Matrix &m) {
-      in.resize(1, m.width, m.group);
-      in.round(row.data(), 0);
+    const auto round = [&in](const std::vector<float> &from, int64_t num_rows, const Matrix &m) {
+      in.resize(num_rows, m.width, m.group);
+      for (int64_t i = 0; i < in.num_panels(); ++i) in.read(from.data(), i);
     };
     // What a sublayer reads.
     const auto read = [&](const float *weight, const Matrix &m) {
-      if (weight) norm(x.data(), weight, model.width, model.eps, normed.data());
-      round(weight ? normed : x, m);
+      for (int64_t r = 0; weight && r < num; ++r)
+        norm(x.data() + r * width, weight, width, model.eps, normed.data() + r * width);
+      round(weight ? normed : x, num, m);
     };
     // x += m times the inputs, normed where `post` is given.
     const auto add = [&](const Matrix &m, const float *post) {
-      multiply({&m}, in, rank, [this, post](int64_t row, const float *y) {
-        for (int i = 0; i < ROWS; ++i) post ? added[row + i] = y[i] : x[row + i] += y[i];
+      multiply({&m}, in, rank, [&](int64_t row, int64_t n, const float *y, int64_t count) {
+        float *const to = (post ? added : x).data() + row * width + n;
+        for (int i = 0; i < count; ++i) to[i] = post ? y[i] : to[i] + y[i];
       });
       team.meet();
       if (!post) return;
-      const float scale = inverse_rms(added.data(), model.width, model.eps);
-      for (int64_t i = model.width * rank / team.size; i < model.width * (rank + 1) / team.size; ++i)
-        x[i] += added[i] * scale * post[i];
+      for (int64_t r = 0; r < num; ++r) {
+        const float *const own = added.data() + r * width, scale = inverse_rms(own, width, model.eps);
+        for (int64_t i = width * rank / team.size; i < width * (rank + 1) / team.size; ++i)
+          x[r * width + i] += own[i] * scale * post[i];
+      }
       team.meet();
     };
     for (int64_t index = 0; index < model.num_layers; ++index) {
       const Layer &layer = model.layers[index];
       read(layer.attn_norm, layer.q);
-      multiply({&layer.q, &layer.k, &layer.v}, in, rank, [this](int64_t row, const float *y) {
-        for (int i = 0; i < ROWS; ++i) qkv[row + i] = y[i];
+      multiply({&layer.q, &layer.k, &layer.v}, in, rank, [this](int64_t row, int64_t n, const float *y, int64_t count) {
+        std::copy(y, y + count, qkv.data() + row * qkv_width + n);
       });
       team.meet();
-      attend(layer, rank, scratch);
+      if (num > 1) {  // rows of one request read each other's
+        for (int64_t r = rank; r < num; r += team.size) store_keys(layer, r);
+        team.meet();
+      }
+      for (int64_t r = 0; r < num; ++r) attend(layer, r, rank, scratch);
       team.meet();
-      combine(attended.data());
-      round(attended, layer.out);
+      for (int64_t r = 0; r < num; ++r) combine(r, attended.data() + r * attended_width);
+      round(attended, num, layer.out);
       add(layer.out, layer.attn_post_norm);
       read(layer.mlp_norm, layer.gate);
       multiply_gated(layer.gate, layer.up, in, rank);
       team.meet();
-      round(hidden, layer.down);
+      round(hidden, num, layer.down);
       add(layer.down, layer.mlp_post_norm);
     }
-    norm(x.data(), model.norm, model.width, model.eps, normed.data());
+    for (int64_t i = 0; i < rows.num_wanted; ++i)
+      norm(x.data() + rows.wanted[i] * width, model.norm, width, model.eps, normed.data() + i * width);
     if (model.head.rows == 0) {
-      if (rank == 0)
-        for (int64_t i = 0; i < model.width; ++i) logits[i] = normed[i];
+      if (rank == 0) std::copy(normed.begin(), normed.begin() + rows.num_wanted * width, result);
       return;
     }
-    round(normed, model.head);
-    multiply({&model.head}, in, rank, [this](int64_t row, const float *y) {
-      for (int i = 0; i < ROWS; ++i) logits[row + i] = y[i];
+    round(normed, rows.num_wanted, model.head);
+    multiply({&model.head}, in, rank, [this](int64_t row, int64_t n, const float *y, int64_t count) {
+      std::copy(y, y + count, result + row * model.head.rows + n);
     });
   }
 };
 
 }  // namespace
 
-// `result`: logits [head.rows], or the normed row [width] where head.rows is 0.
-extern "C" void token_step(const Model *model, const float *embedding, int64_t position, const int64_t *blocks,
-                           float *result, int threads) {
+// `result`, for each wanted row: logits [head.rows], or the normed row [width] where head.rows is 0.
+extern "C" void rows_step(const Model *model, const Rows *rows, float *result, int threads) {
   with_team(threads, [&](Team &team) {
-    Step step(*model, embedding, position, blocks, team, result);
+    Step step(*model, *rows, team, result);
     team.run(step);
   });
 }

@@ -1,22 +1,23 @@
-"""One token of one request on a CPU, for layers that round their inputs to 8 bits.
+"""A step of few rows on a CPU, for layers that round their inputs to 8 bits: next tokens, and drafts that are checked.
 
 With 4-bit codes the products of a small model take less time than the calls around them: `Decoder.forward` makes
 about sixty calls a block. Two executors make fewer, over the same models and the same cache:
 
-    CompiledDecodeStep  the whole step, head included, as one call of C++ (cpu_decode.cpp) that the machine's compiler
-                        builds at the first use. Every thread computes its share of each weight's rows; torch's number
-                        of threads (torch.set_num_threads) counts. Products are those of kernels/lowbit/tiled_linear.py,
-                        block by block rounded; torch's operator, which reads prompts on Arm, rounds a whole row at
-                        once. It reads the tiles in which layers hold their weights where our own C++ reads prompts,
-                        too, and makes its own elsewhere (Arm).
-    TorchDecodeStep     about twenty torch calls a block, for machines without a C++ compiler and for heads whose width
-                        is no multiple of 16; several times slower. q, k, v are one product and so are gate and up;
-                        RoPE is one small matrix product, with a [D, D] rotation that is made once a step.
+    CompiledDecodeStep  the whole step of up to 16 rows, head included, as one call of C++ (cpu_decode.cpp) that the
+                        machine's compiler builds at the first use. Every thread computes its share of each weight's
+                        rows; torch's number of threads (torch.set_num_threads) counts. Products are those of
+                        kernels/lowbit/tiled_linear.py, rounded block by block; torch's operator, which reads prompts on
+                        Arm, rounds a whole row at once. It reads the tiles in which layers hold their weights where our
+                        own C++ reads prompts, too, and makes its own elsewhere (Arm). What a row gives does not depend
+                        on the others, so that a text does not depend on what else is served.
+    TorchDecodeStep     one row, with about twenty torch calls a block, for machines without a C++ compiler and for
+                        heads whose width is no multiple of 16; several times slower. q, k, v are one product and so are
+                        gate and up; RoPE is one small matrix product, with a [D, D] rotation that is made once a step.
 
 Both compute what `Decoder.forward` computes on such layers, up to the rounding of inputs. Keys and values are stored as
 the plain forward stores them, so steps of all kinds may follow each other.
 
-Left out, and run by the plain forward: several rows or requests, skipped sublayers, layers in different formats, and
+Left out, and run by the plain forward: more rows, skipped sublayers, layers in different formats, and
 architectures that `unsupported` names.
 
 Shapes: D model width, H query heads, G key/value heads, S positions.
@@ -159,6 +160,7 @@ class _Layer:
 
 
 class TorchDecodeStep:
+    most_rows = 1
     unsupported = staticmethod(_unsupported)
 
     @torch.no_grad()
@@ -191,8 +193,9 @@ class TorchDecodeStep:
         )
 
     @torch.no_grad()
-    def logits(self, token: int, span: RowSpan, cache: KVCache) -> Tensor:
-        """Logits [1, V] of the row; writes its keys and values."""
+    def logits(self, tokens: Sequence[int], spans: Sequence[RowSpan], rows: Sequence[int], cache: KVCache) -> Tensor:
+        """Logits [1, V] of the row, where it is wanted; writes its keys and values."""
+        (token,), (span,) = tokens, spans
         heads, groups, width = self.attn.num_heads, self.attn.num_kv_heads, self.attn.head_dim
         position, size = span.start, cache.pool.block_size
         slot = span.blocks[position // size] * size + position % size
@@ -221,6 +224,7 @@ class TorchDecodeStep:
             gate, up = gate_up.chunk(2, dim=-1)
             x += layer.down(F.silu(gate).mul_(up))
         x = self._normed(x, self.norm)
+        x = x[: len(rows)]
         return self.embed.multiply(x) if self.head is None else self.head(x)
 
     def _normed(self, x_1D: Tensor, weight: Tensor) -> Tensor:
@@ -262,6 +266,13 @@ class _CLayer(ctypes.Structure):
     ]
 
 
+class _CRows(ctypes.Structure):
+    _fields_ = [
+        *(("num", _int), ("embedding", _address), ("positions", _address), ("blocks", _address)),
+        *(("num_wanted", _int), ("wanted", _address)),
+    ]
+
+
 class _CModel(ctypes.Structure):
     _fields_ = [
         *((n, _int) for n in ("width", "heads", "groups", "head_dim", "hidden", "num_layers", "block_size")),
@@ -278,12 +289,14 @@ def _function() -> Any:
     library = compiled(SOURCE)
     if library is None:
         return None
-    library.token_step.argtypes = [_address, _address, _int, _address, _address, ctypes.c_int]
-    library.token_step.restype = None
-    return library.token_step
+    library.rows_step.argtypes = [_address, _address, _address, ctypes.c_int]
+    library.rows_step.restype = None
+    return library.rows_step
 
 
 class CompiledDecodeStep:
+    most_rows = 16  # of more the plain forward multiplies faster
+
     @torch.no_grad()
     def __init__(self, model: Decoder) -> None:
         plan, layer, num_layers = model.plan, model.plan.layers[0], len(model.plan.layers)
@@ -349,25 +362,36 @@ class CompiledDecodeStep:
             *(-1 if block.rope_index is None else block.rope_index, plan.attn.window or 0),
         )
 
-    def logits(self, token: int, span: RowSpan, cache: KVCache) -> Tensor:
-        """Logits [1, V] of the row; writes its keys and values."""
-        model, size = self._model, cache.pool.block_size
+    def logits(self, tokens: Sequence[int], spans: Sequence[RowSpan], rows: Sequence[int], cache: KVCache) -> Tensor:
+        """Logits [R, V] of the wanted ones of these rows; writes keys and values of all."""
+        model, size, num = self._model, cache.pool.block_size, len(tokens)
         cache.reserve(model.groups, model.head_dim, torch.float32, torch.device("cpu"))
         if self._cache != (cache, cache.num_moves):
             model.block_size, self._cache = size, (cache, cache.num_moves)
             for index, layer in enumerate(self._layers):
                 layer.keys, layer.values = map(pointer, cache.stored(index))
-        num = -(-span.stop // size)
-        blocks = (ctypes.c_int64 * num)(*span.blocks[:num])
-        result = torch.empty(1, model.head.rows or model.width)
-        row, threads = self._embed.rows(torch.tensor([token]), torch.float32).contiguous(), torch.get_num_threads()
-        row = row if self._embed_scale is None else row * self._embed_scale
-        self._step(ctypes.byref(model), row.data_ptr(), span.start, blocks, result.data_ptr(), threads)
+        tables = [_integers(span.blocks[: -(-span.stop // size)]) for span in spans]
+        addresses = [_at(t) for t, span in zip(tables, spans, strict=True) for _ in range(span.num)]
+        positions = _integers([p for span in spans for p in range(span.start, span.stop)])
+        blocks, wanted = (ctypes.c_void_p * num)(*addresses), _integers(rows)
+        x_TD = self._embed.rows(torch.tensor(tokens), torch.float32).contiguous()
+        x_TD = x_TD if self._embed_scale is None else x_TD * self._embed_scale
+        result = torch.empty(len(rows), model.head.rows or model.width)
+        of_rows = _CRows(num, x_TD.data_ptr(), _at(positions), _at(blocks), len(rows), _at(wanted))
+        self._step(ctypes.byref(model), ctypes.byref(of_rows), result.data_ptr(), torch.get_num_threads())
         if model.head.rows:
             logits = result[:, : self._vocab]
         else:
             logits = self._embed.multiply(result) if self._head is None else self._head(result)
         return logits if self._softcap is None else soft_cap(logits, self._softcap)
+
+
+def _at(values: ctypes.Array[Any]) -> int:
+    return ctypes.addressof(values)
+
+
+def _integers(values: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
+    return (ctypes.c_int64 * len(values))(*values)
 
 
 def _ropes(plan: DecoderPlan) -> list[RopePlan]:

@@ -103,7 +103,7 @@ class Runner:
         self.cache = KVCache(model.plan, pool)
         self._fused: FusedDecoder | None = None
         self._graphs: GraphCache | None = None
-        self._cpu: CompiledDecodeStep | TorchDecodeStep | None = None  # one row on a CPU, with inputs rounded to 8 bits
+        self._cpu: CompiledDecodeStep | TorchDecodeStep | None = None  # few rows on a CPU, inputs rounded to 8 bits
         self._weights: object = None  # `weights_id` at the last `refresh`
         self.version: WeightsVersion | None = None  # of weights that were written with `weights_written`
         self._roots: dict[tuple[torch.dtype, str], bytes] = {}  # by dtype and skip set
@@ -364,11 +364,10 @@ class Runner:
         return self._fused is not None
 
     def _plain(self, batch: Batch, skip: SkipSet | None, watch: Watch | None) -> Tensor:
-        single = len(batch.tokens) == 1 and list(batch.rows) == [0] and skip is None and watch is None
-        if self._cpu is not None and single:
-            return self._map_logits(self._cpu.logits(int(batch.tokens[0]), batch.spans[0], self.cache))
-        device = self.device
-        tokens = batch.tokens
+        device, tokens = self.device, batch.tokens
+        if self._cpu is not None and 0 < len(tokens) <= self._cpu.most_rows and skip is None and watch is None:
+            known = tokens.tolist() if isinstance(tokens, Tensor) else tokens
+            return self._map_logits(self._cpu.logits(known, batch.spans, batch.rows, self.cache))
         if not isinstance(tokens, Tensor):
             tokens = torch.tensor(list(tokens), device=device)
         positions = [p for span in batch.spans for p in range(span.start, span.stop)]
