@@ -136,12 +136,32 @@ def test_the_engine_takes_it_for_few_rows_and_the_plain_forward_for_others(
     together = [o.token_ids for o in Engine(model, max_requests=3, max_context=32).generate(prompts, sampling)]
     assert len(calls) == 8 * compiled and (together == alone or not compiled)
     calls.clear()
+    monkeypatch.setattr(cpu_decode, "MOST_ROWS", 16)
     Engine(model, max_requests=1, max_context=32).generate([list(range(1, 19))], sampling)
     assert len(calls) == 7  # the prompt has more rows than either takes
     monkeypatch.setattr(runner, "executor_of", lambda _: None)
     without = [Engine(model, max_requests=1, max_context=32).generate([p], sampling)[0].token_ids for p in prompts]
     # Last bits may turn a level of an input, and that a choice between two tokens that are almost equal.
     assert sum(a == b for a, b in zip(alone, without, strict=True)) >= 2
+
+
+def test_the_measured_pass_is_the_one_that_steps_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Runner(served(), BlockPool(4, 16))
+    taken: list[int] = []
+    kind = executor_of(made.model)
+    assert kind is not None
+    plain = kind.logits
+    monkeypatch.setattr(
+        kind, "logits", lambda self, tokens, *rest: (taken.append(len(tokens)), plain(self, tokens, *rest))[1]
+    )
+    assert made.measure_seconds(1) > 0 and taken and set(taken) == {1}
+
+
+def test_rows_that_torch_computes_faster() -> None:
+    one, far = RowSpan([0], 5000, 1), RowSpan([0], 2000, 8)
+    assert TorchDecodeStep.takes([one]) and not TorchDecodeStep.takes([one, one]) and not TorchDecodeStep.takes([far])
+    assert CompiledDecodeStep.takes([one] * 64) and not CompiledDecodeStep.takes([one] * 65)
+    assert CompiledDecodeStep.takes([RowSpan([0], 0, 64)]) and not CompiledDecodeStep.takes([one, far])
 
 
 def test_a_draft_models_logits_are_for_the_targets_tokens() -> None:

@@ -238,48 +238,103 @@ struct Step {
     std::copy(own + (heads + groups) * width, own + (heads + 2 * groups) * width, layer.values + at);
   }
 
-  // All query heads of a row over this thread's share of the positions. Keys are read in the order of memory, values in
-  // runs that stay in the processor's nearest cache.
-  void attend(const Layer &layer, int64_t row, int rank, std::vector<float> &scratch) {
-    const int64_t width = model.head_dim, heads = model.heads, groups = model.groups, each = heads / groups;
-    const Place &place = places[row];
-    const int64_t position = place.position;
-    const int64_t first = layer.window && position >= layer.window ? position + 1 - layer.window : 0;
-    const int64_t seen = position + 1 - first;
-    const int64_t begin = first + seen * rank / team.size, end = first + seen * (rank + 1) / team.size;
-    if (rows.num == 1 && end > position) store_keys(layer, row);  // no other thread reads them
-    Partial &part = partial[row * team.size + rank];
-    scratch.resize(heads * (width + end - begin));
-    float *const queries = scratch.data(), *const scores = queries + heads * width - begin;
-    for (int64_t h = 0; h < heads; ++h) rotate(layer, place, qkv.data() + row * qkv_width, heads, h, layer.q_norm, queries + h * width);
-    for (int64_t s = begin; s < end; s += 4) {
-      const int64_t num = std::min<int64_t>(4, end - s);
-      for (int64_t h = 0; h < heads; ++h) {
-        const float *keys[4];  // the last one again where there are fewer
-        for (int64_t i = 0; i < 4; ++i) keys[i] = layer.keys + place.at[s + std::min(i, num - 1)] + h / each * width;
-        const Four score = model.scale * dots(queries + h * width, keys, width);
-        for (int64_t i = 0; i < num; ++i) scores[h * (end - begin) + s + i] = score[i];
-      }
+  // This thread's share of the positions that a row sees, and its place in the scratch memory.
+  struct Share {
+    const Place &place;
+    int64_t begin, end;
+    float *queries;  // [heads][head_dim]
+    float *scores;   // [heads][end - begin]
+  };
+
+  std::vector<Share> shares_of(const Layer &layer, int64_t begin_row, int64_t end_row, int rank,
+                               std::vector<float> &scratch) const {
+    std::vector<Share> shares;
+    int64_t size = 0;
+    for (int64_t row = begin_row; row < end_row; ++row) {
+      const int64_t position = places[row].position;
+      const int64_t first = layer.window && position >= layer.window ? position + 1 - layer.window : 0;
+      const int64_t seen = position + 1 - first;
+      const int64_t begin = first + seen * rank / team.size, end = first + seen * (rank + 1) / team.size;
+      shares.push_back({places[row], begin, end, nullptr, nullptr});
+      size += model.heads * (model.head_dim + end - begin);
     }
-    for (int64_t h = 0; h < heads; ++h) {
-      float *score = scores + h * (end - begin), top = LEAST, sum = 0;
-      if (model.softcap != 0)
-        for (int64_t s = begin; s < end; ++s) score[s] = model.softcap * std::tanh(score[s] / model.softcap);
-      for (int64_t s = begin; s < end; ++s) top = score[s] > top ? score[s] : top;
-      for (int64_t s = begin; s < end; ++s) score[s] = exponential(score[s] - top);
-      for (int64_t s = begin; s < end; ++s) sum += score[s];
-      part.top[h] = top, part.sum[h] = sum;
+    scratch.resize(size);
+    float *free = scratch.data();
+    for (Share &share : shares) {
+      share.queries = free, share.scores = free + model.heads * model.head_dim;
+      free = share.scores + model.heads * (share.end - share.begin);
     }
-    std::fill(part.values.begin(), part.values.end(), 0.f);
-    for (int64_t run = begin; run < end; run += RUN)
-      for (int64_t h = 0, num; h < heads; h += num) {
-        num = std::min<int64_t>(2, each - h % each);
-        const int64_t stride = end - begin, stop = std::min(end, run + RUN);
-        const float *const score = scores + h * stride, *const values = layer.values + h / each * width;
-        float *const y = part.values.data() + h * width;
-        if (num == 2) weigh<2>(place, score, stride, values, run, stop, y);
-        if (num == 1) weigh<1>(place, score, stride, values, run, stop, y);
+    return shares;
+  }
+
+  // All query heads of rows of one request over this thread's shares of the positions. Keys and values are read in runs
+  // that stay in the processor's nearest cache while the rows pass.
+  void attend(const Layer &layer, int64_t begin_row, int64_t end_row, int rank, std::vector<float> &scratch) {
+    const int64_t width = model.head_dim, heads = model.heads, each = heads / model.groups;
+    const std::vector<Share> shares = shares_of(layer, begin_row, end_row, rank, scratch);
+    const int64_t num = end_row - begin_row;
+    if (rows.num == 1 && shares[0].end > shares[0].place.position) store_keys(layer, 0);  // no other thread reads them
+    for (int64_t r = 0; r < num; ++r)
+      for (int64_t h = 0; h < heads; ++h)
+        rotate(layer, shares[r].place, qkv.data() + (begin_row + r) * qkv_width, heads, h, layer.q_norm,
+               shares[r].queries + h * width);
+    const int64_t from = shares.front().begin, to = shares.back().end;  // later rows begin and end later
+    for (int64_t run = from; run < to; run += RUN)
+      for (const Share &share : shares)
+        for (int64_t s = std::max(run, share.begin), stop = std::min(run + RUN, share.end); s < stop; s += 4)
+          score(layer, share, s, std::min<int64_t>(4, stop - s));
+    for (int64_t r = 0; r < num; ++r) {
+      Partial &part = partial[(begin_row + r) * team.size + rank];
+      for (int64_t h = 0; h < heads; ++h) soften(shares[r], h, part);
+      std::fill(part.values.begin(), part.values.end(), 0.f);
+    }
+    for (int64_t run = from; run < to; run += RUN)
+      for (int64_t r = 0; r < num; ++r) {
+        const Share &share = shares[r];
+        const int64_t begin = std::max(run, share.begin), end = std::min(run + RUN, share.end);
+        const int64_t stride = share.end - share.begin;
+        const float *weights = share.scores - share.begin;
+        float *y = partial[(begin_row + r) * team.size + rank].values.data();
+        for (int64_t g = 0; g < model.groups && begin < end; ++g) {
+          const float *const values = layer.values + g * width;
+          int64_t h = 0;
+          for (; h + 2 <= each; h += 2, weights += 2 * stride, y += 2 * width)
+            weigh<2>(share.place, weights, stride, values, begin, end, y);
+          for (; h < each; ++h, weights += stride, y += width)
+            weigh<1>(share.place, weights, stride, values, begin, end, y);
+        }
       }
+  }
+
+  // Scores of all heads at `num` positions, four at most, from s on.
+  void score(const Layer &layer, const Share &share, int64_t s, int64_t num) const {
+    const int64_t width = model.head_dim, each = model.heads / model.groups, stride = share.end - share.begin;
+    const float *keys[4], *query = share.queries;
+    float *to = share.scores + s - share.begin;
+    for (int64_t i = 0; i < 4; ++i) keys[i] = layer.keys + share.place.at[s + std::min(i, num - 1)];  // the last one again
+    for (int64_t g = 0; g < model.groups; ++g) {
+      for (int64_t h = 0; h < each; ++h, query += width, to += stride) {
+        const Four four = model.scale * dots(query, keys, width);
+        if (num == 4)
+          __builtin_memcpy(to, &four, sizeof four);
+        else
+          for (int64_t i = 0; i < num; ++i) to[i] = four[i];
+      }
+      for (const float *&key : keys) key += width;
+    }
+  }
+
+  // exp(score - top) of head h in place of its scores; top and sum go to `part`.
+  void soften(const Share &share, int64_t h, Partial &part) const {
+    const int64_t num = share.end - share.begin;
+    float *const scores = share.scores + h * num;
+    float top = LEAST, sum = 0;
+    if (model.softcap != 0)
+      for (int64_t s = 0; s < num; ++s) scores[s] = model.softcap * std::tanh(scores[s] / model.softcap);
+    for (int64_t s = 0; s < num; ++s) top = scores[s] > top ? scores[s] : top;
+    for (int64_t s = 0; s < num; ++s) scores[s] = exponential(scores[s] - top);
+    for (int64_t s = 0; s < num; ++s) sum += scores[s];
+    part.top[h] = top, part.sum[h] = sum;
   }
 
   // Combines the partial attention of all threads.
@@ -338,7 +393,10 @@ struct Step {
         for (int64_t r = rank; r < num; r += team.size) store_keys(layer, r);
         team.meet();
       }
-      for (int64_t r = 0; r < num; ++r) attend(layer, r, rank, scratch);
+      for (int64_t begin = 0, end = 0; begin < num; begin = end) {  // the rows of a request
+        while (end < num && rows.blocks[end] == rows.blocks[begin]) ++end;
+        attend(layer, begin, end, rank, scratch);
+      }
       team.meet();
       for (int64_t r = 0; r < num; ++r) combine(r, attended.data() + r * attended_width);
       round(attended, num, layer.out);

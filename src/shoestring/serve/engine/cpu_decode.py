@@ -3,7 +3,7 @@
 With 4-bit codes the products of a small model take less time than the calls around them: `Decoder.forward` makes
 about sixty calls a block. Two executors make fewer, over the same models and the same cache:
 
-    CompiledDecodeStep  the whole step of up to 16 rows, head included, as one call of C++ (cpu_decode.cpp) that the
+    CompiledDecodeStep  the whole step of up to 64 rows, head included, as one call of C++ (cpu_decode.cpp) that the
                         machine's compiler builds at the first use. Every thread computes its share of each weight's
                         rows; torch's number of threads (torch.set_num_threads) counts. Products are those of
                         kernels/lowbit/tiled_linear.py, rounded block by block; torch's operator, which reads prompts on
@@ -46,6 +46,8 @@ from shoestring.serve.engine.block_pool import RowSpan
 from shoestring.serve.engine.kv_cache import KVCache
 
 SOURCE = Path(__file__).with_name("cpu_decode.cpp")
+# Beyond these torch takes less time: rows, and pairs of a row and a position where a request has several rows.
+MOST_ROWS, MOST_PAIRS = 64, 12_000
 ACTS = ("swiglu", "geglu_tanh", "geglu")  # as the source numbers them
 # What both executors compute.
 SUPPORT = Support(
@@ -160,7 +162,6 @@ class _Layer:
 
 
 class TorchDecodeStep:
-    most_rows = 1
     unsupported = staticmethod(_unsupported)
 
     @torch.no_grad()
@@ -191,6 +192,11 @@ class TorchDecodeStep:
             _product(mlp.gate, mlp.up),
             _product(mlp.down),
         )
+
+    @staticmethod
+    def takes(spans: Sequence[RowSpan]) -> bool:
+        """Whether it computes these rows, faster than the plain forward."""
+        return len(spans) == spans[0].num == 1
 
     @torch.no_grad()
     def logits(self, tokens: Sequence[int], spans: Sequence[RowSpan], rows: Sequence[int], cache: KVCache) -> Tensor:
@@ -295,8 +301,6 @@ def _function() -> Any:
 
 
 class CompiledDecodeStep:
-    most_rows = 16  # of more the plain forward multiplies faster
-
     @torch.no_grad()
     def __init__(self, model: Decoder) -> None:
         plan, layer, num_layers = model.plan, model.plan.layers[0], len(model.plan.layers)
@@ -361,6 +365,12 @@ class CompiledDecodeStep:
             *(None, None),  # keys and values
             *(-1 if block.rope_index is None else block.rope_index, plan.attn.window or 0),
         )
+
+    @staticmethod
+    def takes(spans: Sequence[RowSpan]) -> bool:
+        """Whether it computes these rows faster than the plain forward."""
+        pairs = sum(span.num * span.stop for span in spans if span.num > 1)
+        return sum(span.num for span in spans) <= MOST_ROWS and pairs <= MOST_PAIRS
 
     def logits(self, tokens: Sequence[int], spans: Sequence[RowSpan], rows: Sequence[int], cache: KVCache) -> Tensor:
         """Logits [R, V] of the wanted ones of these rows; writes keys and values of all."""

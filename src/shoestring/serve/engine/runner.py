@@ -365,7 +365,7 @@ class Runner:
 
     def _plain(self, batch: Batch, skip: SkipSet | None, watch: Watch | None) -> Tensor:
         device, tokens = self.device, batch.tokens
-        if self._cpu is not None and 0 < len(tokens) <= self._cpu.most_rows and skip is None and watch is None:
+        if self._cpu is not None and self._cpu.takes(batch.spans) and skip is None and watch is None:
             known = tokens.tolist() if isinstance(tokens, Tensor) else tokens
             return self._map_logits(self._cpu.logits(known, batch.spans, batch.rows, self.cache))
         if not isinstance(tokens, Tensor):
@@ -479,6 +479,9 @@ class Runner:
             assert self._fused is not None
             apart._fused = self._fused
             apart._graphs = GraphCache(self._fused, apart.cache, self._map_logits)
+        else:
+            self.refresh()  # there may have been no step yet
+            apart._cpu = self._cpu
         return apart
 
 
