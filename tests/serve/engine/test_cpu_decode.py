@@ -157,11 +157,31 @@ def test_the_measured_pass_is_the_one_that_steps_take(monkeypatch: pytest.Monkey
     assert made.measure_seconds(1) > 0 and taken and set(taken) == {1}
 
 
-def test_rows_that_torch_computes_faster() -> None:
-    one, far = RowSpan([0], 5000, 1), RowSpan([0], 2000, 8)
-    assert TorchDecodeStep.takes([one]) and not TorchDecodeStep.takes([one, one]) and not TorchDecodeStep.takes([far])
-    assert CompiledDecodeStep.takes([one] * 64) and not CompiledDecodeStep.takes([one] * 65)
-    assert CompiledDecodeStep.takes([RowSpan([0], 0, 64)]) and not CompiledDecodeStep.takes([one, far])
+def test_requests_that_torch_computes_faster() -> None:
+    one, drafts, prompt, far = RowSpan([0], 5000, 1), RowSpan([0], 5000, 16), RowSpan([0], 0, 64), RowSpan([0], 200, 64)
+    assert TorchDecodeStep.taken([one]) == [0]
+    assert TorchDecodeStep.taken([one, one]) == TorchDecodeStep.taken([drafts]) == []
+    assert CompiledDecodeStep.taken([one, far, drafts, prompt, RowSpan([0], 0, 65), one]) == [0, 2, 3, 5]
+
+
+@needs_compiler
+def test_a_request_does_not_depend_on_a_long_prompt_beside_it() -> None:
+    """Drafts, a long prompt and a single row in one batch, whose wanted rows are in any order."""
+    model, found = served(head=HEAD), []
+    tokens = torch.randint(90, (30,), generator=torch.Generator().manual_seed(3)).tolist()
+    spans = [RowSpan([1, 2], 4, 3), RowSpan([5, 6, 7, 8, 9], 0, 18), RowSpan([3], 2, 1)]
+    for together in (False, True):
+        own = Runner(model, BlockPool(16, 4))
+        own.cache.pool.num_touched = 16  # type: ignore[misc]
+        own.refresh()
+        own.forward(Batch([RowSpan([1, 2], 0, 4), RowSpan([3], 0, 2)], tokens[:6], []))
+        if together:
+            found.append(own.forward(Batch(spans, tokens[:22], [21, 1, 20, 2])))
+        else:
+            parts = [(spans[2], [21], [0]), (spans[0], [0, 1, 2], [1, 2]), (spans[1], range(3, 21), [17])]
+            made = [own.forward(Batch([span], [tokens[i] for i in at], rows)) for span, at, rows in parts]
+            found.append(torch.cat(made)[[0, 1, 3, 2]])
+    assert torch.equal(*found)
 
 
 def test_a_draft_models_logits_are_for_the_targets_tokens() -> None:

@@ -107,8 +107,8 @@ struct Partial {
 // Where a row stands.
 struct Place {
   int64_t position;
-  std::vector<int64_t> at;            // offset of each position up to this one in keys and in values
-  std::vector<float> cosine, sine;    // [num_ropes][pairs]
+  std::vector<int64_t> at;          // offset of each position up to this one in keys and in values
+  std::vector<float> cosine, sine;  // [num_ropes][pairs]
 
   Place(const Model &m, int64_t position, const int64_t *blocks)
       : position(position), at(position + 1), cosine(m.num_ropes * m.pairs), sine(m.num_ropes * m.pairs) {
@@ -124,11 +124,11 @@ struct Place {
 // Rows that a call computes, and those of which it gives results.
 struct Rows {
   int64_t num;
-  const float *embedding;          // [num][width]
-  const int64_t *positions;        // [num]
-  const int64_t *const *blocks;    // [num]: a table each
+  const float *embedding;        // [num][width]
+  const int64_t *positions;      // [num]
+  const int64_t *const *blocks;  // [num]: a table each, the same one for rows of one request, which are neighbours
   int64_t num_wanted;
-  const int64_t *wanted;           // [num_wanted]
+  const int64_t *wanted;  // [num_wanted]
 };
 
 struct Step {

@@ -3,9 +3,9 @@
 With 4-bit codes the products of a small model take less time than the calls around them: `Decoder.forward` makes
 about sixty calls a block. Two executors make fewer, over the same models and the same cache:
 
-    CompiledDecodeStep  the whole step of up to 64 rows, head included, as one call of C++ (cpu_decode.cpp) that the
-                        machine's compiler builds at the first use. Every thread computes its share of each weight's
-                        rows; torch's number of threads (torch.set_num_threads) counts. Products are those of
+    CompiledDecodeStep  few rows of each request, head included, as one call of C++ (cpu_decode.cpp) that the machine's
+                        compiler builds at the first use. Every thread computes its share of each weight's rows; torch's
+                        number of threads (torch.set_num_threads) counts. Products are those of
                         kernels/lowbit/tiled_linear.py, rounded block by block; torch's operator, which reads prompts on
                         Arm, rounds a whole row at once. It reads the tiles in which layers hold their weights where our
                         own C++ reads prompts, too, and makes its own elsewhere (Arm). What a row gives does not depend
@@ -17,7 +17,7 @@ about sixty calls a block. Two executors make fewer, over the same models and th
 Both compute what `Decoder.forward` computes on such layers, up to the rounding of inputs. Keys and values are stored as
 the plain forward stores them, so steps of all kinds may follow each other.
 
-Left out, and run by the plain forward: more rows, skipped sublayers, layers in different formats, and
+Left out, and run by the plain forward: long prompts, skipped sublayers, layers in different formats, and
 architectures that `unsupported` names.
 
 Shapes: D model width, H query heads, G key/value heads, S positions.
@@ -46,8 +46,9 @@ from shoestring.serve.engine.block_pool import RowSpan
 from shoestring.serve.engine.kv_cache import KVCache
 
 SOURCE = Path(__file__).with_name("cpu_decode.cpp")
-# Beyond these torch takes less time: rows, and pairs of a row and a position where a request has several rows.
-MOST_ROWS, MOST_PAIRS = 64, 12_000
+# Rows of one request. Up to FEW (drafts) they are always computed in the step, for equal results; beyond that while
+# torch takes longer: it has less to do for a pair of a row and a position.
+FEW, MOST_ROWS, MOST_PAIRS = 16, 64, 12_000
 ACTS = ("swiglu", "geglu_tanh", "geglu")  # as the source numbers them
 # What both executors compute.
 SUPPORT = Support(
@@ -194,9 +195,9 @@ class TorchDecodeStep:
         )
 
     @staticmethod
-    def takes(spans: Sequence[RowSpan]) -> bool:
-        """Whether it computes these rows, faster than the plain forward."""
-        return len(spans) == spans[0].num == 1
+    def taken(spans: Sequence[RowSpan]) -> list[int]:
+        """Which requests of a batch it computes, faster than the plain forward."""
+        return [0] if len(spans) == spans[0].num == 1 else []
 
     @torch.no_grad()
     def logits(self, tokens: Sequence[int], spans: Sequence[RowSpan], rows: Sequence[int], cache: KVCache) -> Tensor:
@@ -367,10 +368,10 @@ class CompiledDecodeStep:
         )
 
     @staticmethod
-    def takes(spans: Sequence[RowSpan]) -> bool:
-        """Whether it computes these rows faster than the plain forward."""
-        pairs = sum(span.num * span.stop for span in spans if span.num > 1)
-        return sum(span.num for span in spans) <= MOST_ROWS and pairs <= MOST_PAIRS
+    def taken(spans: Sequence[RowSpan]) -> list[int]:
+        """Which requests of a batch it computes; no request depends on the others."""
+        short = (span.num <= FEW or (span.num <= MOST_ROWS and span.num * span.stop <= MOST_PAIRS) for span in spans)
+        return [index for index, taken in enumerate(short) if taken]
 
     def logits(self, tokens: Sequence[int], spans: Sequence[RowSpan], rows: Sequence[int], cache: KVCache) -> Tensor:
         """Logits [R, V] of the wanted ones of these rows; writes keys and values of all."""

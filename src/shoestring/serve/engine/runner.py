@@ -26,7 +26,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from itertools import groupby, product
+from itertools import accumulate, groupby, product
 from typing import Any, Literal
 
 import numpy as np
@@ -364,10 +364,22 @@ class Runner:
         return self._fused is not None
 
     def _plain(self, batch: Batch, skip: SkipSet | None, watch: Watch | None) -> Tensor:
+        short = self._cpu.taken(batch.spans) if self._cpu is not None and skip is None and watch is None else []
+        if not short:
+            return self._by_the_model(batch, skip, watch)
+        if len(short) == len(batch.spans):
+            return self._in_one_call(batch)
+        (few, at), (others, rest) = part_of(batch, short), part_of(batch, sorted({*range(len(batch.spans))} - {*short}))
+        found = torch.cat([self._in_one_call(few), self._by_the_model(others, skip, watch)])
+        return found[torch.tensor([*at, *rest]).argsort()]
+
+    def _in_one_call(self, batch: Batch) -> Tensor:
+        assert self._cpu is not None
+        tokens = batch.tokens.tolist() if isinstance(batch.tokens, Tensor) else batch.tokens
+        return self._map_logits(self._cpu.logits(tokens, batch.spans, batch.rows, self.cache))
+
+    def _by_the_model(self, batch: Batch, skip: SkipSet | None, watch: Watch | None) -> Tensor:
         device, tokens = self.device, batch.tokens
-        if self._cpu is not None and self._cpu.takes(batch.spans) and skip is None and watch is None:
-            known = tokens.tolist() if isinstance(tokens, Tensor) else tokens
-            return self._map_logits(self._cpu.logits(known, batch.spans, batch.rows, self.cache))
         if not isinstance(tokens, Tensor):
             tokens = torch.tensor(list(tokens), device=device)
         positions = [p for span in batch.spans for p in range(span.start, span.stop)]
@@ -483,6 +495,17 @@ class Runner:
             self.refresh()  # there may have been no step yet
             apart._cpu = self._cpu
         return apart
+
+
+def part_of(batch: Batch, chosen: Sequence[int]) -> tuple[Batch, list[int]]:
+    """These requests of a batch, and which of its wanted rows are theirs."""
+    tokens = batch.tokens.tolist() if isinstance(batch.tokens, Tensor) else batch.tokens
+    ends = list(accumulate(span.num for span in batch.spans))
+    rows = [row for i in chosen for row in range(ends[i] - batch.spans[i].num, ends[i])]
+    moved = {row: index for index, row in enumerate(rows)}
+    wanted = [index for index, row in enumerate(batch.rows) if row in moved]
+    spans, own = [batch.spans[i] for i in chosen], [moved[batch.rows[index]] for index in wanted]
+    return Batch(spans, [tokens[row] for row in rows], own), wanted
 
 
 def _few_plans(batch: Batch) -> AbstractContextManager[None]:
