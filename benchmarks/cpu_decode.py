@@ -532,16 +532,17 @@ def score(model, tokens):
         count += len(part) - 1
     return {"perplexity": math.exp(total / count)}
 
-def streams(prompt, new, num, threads):
-    # Greedy texts of `num` sequences in one batch, whose prompts differ.
+def steps(prompt, new, threads, streams=1):
+    # Greedy texts of so many sequences in one batch, whose prompts differ. In llama.cpp's own calls: the class Llama
+    # copies all logits in every step, which costs a tenth of its speed.
     settings = llama_cpp.llama_context_default_params()
-    settings.n_ctx, settings.n_seq_max = num * (len(prompt) + new), num
-    settings.n_batch = settings.n_ubatch = num * len(prompt)
+    settings.n_ctx, settings.n_seq_max = streams * (len(prompt) + new), streams
+    settings.n_batch = settings.n_ubatch = streams * len(prompt)
     settings.n_threads = settings.n_threads_batch = threads
     loaded = llama_cpp.llama_model_load_from_file(path.encode(), llama_cpp.llama_model_default_params())
     context = llama_cpp.llama_init_from_model(loaded, settings)
     vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(loaded))
-    batch = llama_cpp.llama_batch_init(num * len(prompt), 0, 1)
+    batch = llama_cpp.llama_batch_init(streams * len(prompt), 0, 1)
 
     def decode(rows):
         batch.n_tokens = len(rows)
@@ -554,32 +555,19 @@ def streams(prompt, new, num, threads):
         logits = (llama_cpp.llama_get_logits_ith(context, i) for i in places)
         return [int(np.argmax(np.ctypeslib.as_array(row, (vocab,)))) for row in logits]
 
-    wall = []
+    wall, processor = [], []
     began = time.perf_counter()
     last = len(prompt) - 1
-    tokens = decode([(t + s, i, s, i == last) for s in range(num) for i, t in enumerate(prompt)])
+    tokens = decode([(t + s, i, s, i == last) for s in range(streams) for i, t in enumerate(prompt)])
     read = time.perf_counter() - began
     for position in range(len(prompt), len(prompt) + new - 1):
-        began = time.perf_counter()
+        began = time.perf_counter(), time.process_time()
         tokens = decode([(token, position, s, True) for s, token in enumerate(tokens)])
-        wall.append(time.perf_counter() - began)
+        wall.append(time.perf_counter() - began[0])
+        processor.append(time.process_time() - began[1])
     llama_cpp.llama_batch_free(batch)
     llama_cpp.llama_free(context)
     llama_cpp.llama_model_free(loaded)
-    return {"wall": wall, "processor": [], "prompt": [read]}
-
-def steps(model, prompt, new):
-    wall, processor = [], []
-    began = time.perf_counter()
-    model.eval(prompt)
-    read = time.perf_counter() - began
-    token = int(np.argmax(model.scores[model.n_tokens - 1]))
-    for _ in range(new - 1):
-        began = time.perf_counter(), time.process_time()
-        model.eval([token])
-        token = int(np.argmax(model.scores[model.n_tokens - 1]))
-        wall.append(time.perf_counter() - began[0])
-        processor.append(time.process_time() - began[1])
     return {"wall": wall, "processor": processor, "prompt": [read]}
 
 quiet = llama_cpp.llama_log_callback(lambda *said: None)
@@ -587,14 +575,13 @@ llama_cpp.llama_log_set(quiet, ctypes.c_void_p())
 print(json.dumps("ready"), flush=True)
 for line in sys.stdin:
     ask = json.loads(line)
-    if "streams" in ask:
-        print(json.dumps(streams(ask["prompt"], ask["new"], ask["streams"], ask["threads"])), flush=True)
-        continue
-    scores = "perplexity" in ask
-    model = Llama(path, n_ctx=window, n_batch=window, n_threads=ask["threads"],
-                  n_threads_batch=ask["threads"], verbose=False, logits_all=scores)
-    made = score(model, ask["perplexity"]) if scores else steps(model, ask["prompt"], ask["new"])
-    model.close()
+    if "perplexity" in ask:
+        model = Llama(path, n_ctx=window, n_batch=window, n_threads=ask["threads"],
+                      n_threads_batch=ask["threads"], verbose=False, logits_all=True)
+        made = score(model, ask["perplexity"])
+        model.close()
+    else:
+        made = steps(**ask)
     print(json.dumps(made), flush=True)
 """
 
