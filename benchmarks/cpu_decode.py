@@ -534,7 +534,7 @@ def score(model, tokens):
 
 def steps(prompt, new, threads, streams=1):
     # Greedy texts of so many sequences in one batch, whose prompts differ. In llama.cpp's own calls: the class Llama
-    # copies all logits in every step, which costs a tenth of its speed.
+    # copies all logits in every step, which slows it down.
     settings = llama_cpp.llama_context_default_params()
     settings.n_ctx, settings.n_seq_max = streams * (len(prompt) + new), streams
     settings.n_batch = settings.n_ubatch = streams * len(prompt)

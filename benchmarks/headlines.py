@@ -213,8 +213,8 @@ def cpu() -> list[str]:
         "4-bit decoding on a CPU",
         f"SmolLM2-135M-Instruct (a Q4_1 file), perplexity on {tokens:,} tokens",
         f"2 CPU cores ({' / '.join(machines)})",
-        "llama.cpp, default build (on aarch64 through llama-cpp-python's class, a tenth slower on x86_64), "
-        + "; ".join(peers),
+        "llama.cpp, default build (on aarch64 through llama-cpp-python's class, which is slower than "
+        f"llama.cpp's own calls), {'; '.join(peers)}",
         f"{said(cpu_decode.SHRUNK, 'perplexity_by_token')} (`gptq+clip` on its own text, one run)",
         link("8-bit activations", "int8_activations.md"),
     ]

@@ -62,3 +62,22 @@ def test_the_table_has_measured_rows_and_clocks_only(tmp_path: Path, monkeypatch
 
 def test_the_script_for_the_other_interpreter_is_python() -> None:
     compile(cpu_decode.LLAMA_SCRIPT, "llama", "exec")
+
+
+def test_the_table_of_several_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_decode, "newest", lambda bench: newest(bench, tmp_path))
+    assert cpu_decode.streams_table() == "Not measured yet."
+    for threads, streams, value in ((1, 1, 60.0), (1, 16, 1200.0), (2, 2, 90.0)):
+        config = {"threads": threads, "streams": streams}
+        common = {"metric": cpu_decode.TOGETHER, "unit": "tokens/s", "samples": [value], "config": config}
+        record(bench="cpu_decode", case="llama.cpp Q4_0", folder=tmp_path, **common)  # type: ignore[arg-type]
+    text = cpu_decode.streams_table()
+    assert "| 1 | llama.cpp Q4_0 | 60 |  |  |  | 1,200 |" in text and "| 2 | llama.cpp Q4_0 |  | 90 |  |  |  |" in text
+    assert "fp32" not in text and cpu_decode.table() == "Not measured yet."
+
+
+def test_steps_of_several_requests_are_timed_together() -> None:
+    torch.manual_seed(0)
+    model = Decoder(ModelSpec(96, 64, 2, 4, 2, 16, 128, 64))
+    seconds = cpu_decode.time_steps(model, [3, 4, 5], new=6, threads=torch.get_num_threads(), streams=3)
+    assert len(seconds["prompt"]) == 1 and len(seconds["wall"]) == len(seconds["processor"]) == 5

@@ -177,6 +177,7 @@ def test_a_request_does_not_depend_on_a_long_prompt_beside_it() -> None:
         own.forward(Batch([RowSpan([1, 2], 0, 4), RowSpan([3], 0, 2)], tokens[:6], []))
         if together:
             found.append(own.forward(Batch(spans, tokens[:22], [21, 1, 20, 2])))
+            assert own.forward(Batch(spans, tokens[:22], [])).shape == (0, 90)  # a part of a prompt may want none
         else:
             parts = [(spans[2], [21], [0]), (spans[0], [0, 1, 2], [1, 2]), (spans[1], range(3, 21), [17])]
             made = [own.forward(Batch([span], [tokens[i] for i in at], rows)) for span, at, rows in parts]
