@@ -29,6 +29,7 @@ from shoestring.serve.engine.cpu_decode import CompiledDecodeStep, TorchDecodeSt
 from shoestring.serve.engine.kv_cache import KVCache
 from shoestring.serve.engine.runner import Batch, Runner
 from shoestring.serve.speculative.draft_model import DraftModel, trim_head
+from shoestring.serve.speculative.ngram_drafter import NgramDrafter
 
 pytestmark = pytest.mark.skipif(int8_activations.refusal() is not None, reason=str(int8_activations.refusal()))
 needs_compiler = pytest.mark.skipif(cpp.find_compiler() is None, reason="needs a C++ compiler")
@@ -183,6 +184,18 @@ def test_a_request_does_not_depend_on_a_long_prompt_beside_it() -> None:
             made = [own.forward(Batch([span], [tokens[i] for i in at], rows)) for span, at, rows in parts]
             found.append(torch.cat(made)[[0, 1, 3, 2]])
     assert torch.equal(*found)
+
+
+@needs_compiler
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_drafts_and_other_requests_change_no_text(temperature: float) -> None:
+    model, prompts = served(head=HEAD), [[5, 6] * 12, list(range(1, 50)), [7, 8, 9] * 3]
+    sampling = Sampling(max_tokens=14, ignore_eos=True, temperature=temperature, seed=4)
+    alone = [Engine(model, max_requests=1, max_context=64).generate([p], sampling)[0].token_ids for p in prompts]
+    engine = Engine(model, max_requests=3, max_context=64, drafter=NgramDrafter(shortest=1), num_drafts=4)
+    assert [o.token_ids for o in engine.generate(prompts, sampling)] == alone
+    assert engine.stats.num_drafted > engine.stats.num_accepted
+    assert engine.stats.num_accepted > 0 or temperature  # a sampled text of this model hardly repeats itself
 
 
 def test_a_draft_models_logits_are_for_the_targets_tokens() -> None:
