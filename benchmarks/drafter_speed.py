@@ -286,7 +286,7 @@ class Kept:
         self._carried: dict[str, Watched] = {}
         self._watched: dict[str, Proposed] = {}
         self._pauses = Pauses()
-        self._profile = cache(self.engine.runner.measure_seconds)  # measured once for all controllers
+        self.profile = cache(self.engine.runner.measure_seconds)  # measured once for all controllers
 
     @property
     def how(self) -> dict[str, str]:
@@ -297,10 +297,10 @@ class Kept:
         """A way under a controller, a new one or that of all loads, with all graphs captured."""
         name = row["drafter"]
         controller = self._carried.get(name) if carried else None
-        controller = controller or Watched(self._profile, self._pauses)
+        drafter = self.drafter(row)
+        controller = controller or Watched(self.profile, self._pauses, drafter.known_acceptance)
         if carried:
             self._carried[name] = controller
-        drafter = self.drafter(row)
         if name not in self._watched:
             self._watched[name] = watch(drafter)
         controller.proposed = self._watched[name]

@@ -56,8 +56,10 @@ class Pauses:
 class Watched(DraftLengthController):
     """A controller that counts its actions."""
 
-    def __init__(self, profile: Callable[[int], float], pauses: Pauses | None = None) -> None:
-        super().__init__(profile)
+    def __init__(
+        self, profile: Callable[[int], float], pauses: Pauses | None = None, known_acceptance: Sequence[float] = ()
+    ) -> None:
+        super().__init__(profile, known_acceptance=known_acceptance)
         self.pauses = pauses or Pauses()
         self.done: dict[str, list[float]] = {}  # kind of step -> how many, their milliseconds, their tokens
         self.slow: list[str] = []

@@ -90,8 +90,8 @@ from shoestring.serve.speculative.drafter import Drafter
 from shoestring.serve.speculative.drafter_stack import DrafterStack
 from shoestring.serve.speculative.ngram_drafter import NgramDrafter
 from shoestring.shrink.drafter import Schedule, distil, make_objective, piece_prompts, reference_losses, score_text
-from shoestring.shrink.drafter_acceptance import Acceptance, engine_for, measure_together
-from shoestring.shrink.drafter_model import DrafterShape, coverage, frequent_tokens, save_drafter
+from shoestring.shrink.drafter_acceptance import Acceptance, engine_for, least_at, measure_together
+from shoestring.shrink.drafter_model import DrafterShape, coverage, frequent_tokens, note_acceptance, save_drafter
 from shoestring.shrink.drafter_objectives import DraftDistill
 from shoestring.state.checkpoint import Checkpointer
 from shoestring.state.reshard.version import WeightsVersion
@@ -544,6 +544,9 @@ class Bench:
         )
         told["quality"] = found
         row.write()
+        if row.path is not None and row.model is not None and row.lookup is None:
+            at = least_at([measured[temperature].at for _, temperature in KINDS])
+            note_acceptance(self.folder / "drafters" / told["drafter"], at)
         if row.model is not None and row.lookup is None:  # as that of a trained drafter
             self.seconds.note("measurement", time.perf_counter() - began)
         shown = [

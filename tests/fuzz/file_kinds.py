@@ -43,7 +43,7 @@ from shoestring.recipes import find
 from shoestring.recipes.train import dense
 from shoestring.runlog import RunLog
 from shoestring.serve.engine.skip_policy import open_policy
-from shoestring.serve.speculative.draft_model import read_vocab_ids
+from shoestring.serve.speculative.draft_model import read_drafter_file
 from shoestring.shrink.self_text import read_prompts
 from shoestring.state.boxes import Box, local_box
 from shoestring.state.checkpoint import load_checkpoint, save_checkpoint
@@ -618,13 +618,13 @@ def make_skip(folder: Path) -> None:
     (folder / "s.json").write_text(json.dumps({**data, "notes": {"context": 64}}))
     online = {"beta": 0.9, "ratios": [1.0, 1.1], "num_watched": 4}
     (folder / "o.json").write_text(json.dumps({**data, "online": online}))
-    (folder / "drafter.json").write_text(json.dumps({"version": 1, "vocab_ids": [1, 5, 7]}))
+    (folder / "drafter.json").write_text(json.dumps({"version": 1, "vocab_ids": [1, 5, 7], "acceptance": [0.75, 0.5]}))
 
 
 def use_skip(folder: Path) -> None:
     open_policy(str(folder / "s.json"), LLAMA)
     open_policy(str(folder / "o.json"), LLAMA)
-    read_vocab_ids(folder, LLAMA.vocab_size)
+    read_drafter_file(folder, LLAMA.vocab_size)
 
 
 def make_reshard(folder: Path) -> None:

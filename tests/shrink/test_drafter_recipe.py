@@ -86,6 +86,9 @@ def test_a_distilled_drafter_beats_the_first_layers_it_began_as(cli: Callable[..
     assert metrics[-1]["step"] == 120 and metrics[-1]["val_acceptance"] > metrics[0]["val_acceptance"]
     drafter = json.loads((here / "one/model/drafter.json").read_text())
     assert len(drafter["vocab_ids"]) == 200 and drafter["loss"] == "kl"
+    places = zip(rows["drafter"]["greedy"]["at"], rows["drafter"]["sampled"]["at"], strict=True)
+    assert drafter["acceptance"] == [min(place) for place in places]
+    assert open_drafter("one", load_model("target").model).known_acceptance == tuple(drafter["acceptance"])
     assert not (here / "one/targets").exists()
 
     plain = cli("generate", "target", "ab", "--max-tokens", "30", "--device", "cpu")

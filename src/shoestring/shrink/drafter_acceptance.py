@@ -89,6 +89,11 @@ class Acceptance:
         return asdict(self)
 
 
+def least_at(measured: Sequence[Sequence[float]]) -> list[float]:
+    """The lowest acceptance of each place: what a controller that does not know the temperature may begin with."""
+    return [min(place) for place in zip(*measured, strict=False)]
+
+
 def measure_acceptance(
     target: Decoder,
     drafter: Drafter,

@@ -8,13 +8,14 @@
                             most of a drafter's work
 
 A drafter folder is an ordinary model folder with the full vocabulary, so that every tool can read it, plus
-drafter.json: {"version", "vocab_ids": null or sorted ids, ...}. `serve.open_drafter` cuts the head on loading.
+drafter.json: {"version", "vocab_ids": null or sorted ids, "acceptance": by place of a draft, once it is measured, ...}.
+`serve.open_drafter` cuts the head on loading, and the draft-length controller begins with that acceptance.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ import torch
 
 from shoestring.errors import UserError
 from shoestring.formats import FormatHost
+from shoestring.json_files import read_object
 from shoestring.model import Decoder, LoadedModel, ModelSpec, Tokenizer, load_model, save_model
 from shoestring.model.parallel import init_weights
 from shoestring.runlog import write_atomically
@@ -190,6 +192,13 @@ def save_drafter(
     content = {"version": VERSION, "vocab_ids": vocab_ids, **notes}
     write_atomically(folder / DRAFTER_FILE, json.dumps(content, indent=1) + "\n")
     return folder
+
+
+def note_acceptance(folder: Path, acceptance: Sequence[float]) -> None:
+    """Write into drafter.json what was measured on held-out prompts."""
+    path = folder / DRAFTER_FILE
+    content = {**read_object(path, remedy="write the drafter again"), "acceptance": list(acceptance)}
+    write_atomically(path, json.dumps(content, indent=1) + "\n")
 
 
 def is_drafter(folder: Path) -> bool:

@@ -23,7 +23,7 @@ from shoestring.model import Decoder, LoadedModel
 from shoestring.report import Curves, Section, Series, Text, run_sections, write_report
 from shoestring.runlog import RunLog
 from shoestring.serve import Sampling
-from shoestring.serve.speculative.draft_model import DraftModel, read_vocab_ids, trim_head
+from shoestring.serve.speculative.draft_model import DraftModel, read_drafter_file, trim_head
 from shoestring.serve.speculative.drafter import Drafter
 from shoestring.serve.speculative.drafter_stack import open_drafter
 from shoestring.serve.speculative.ngram_drafter import NgramDrafter
@@ -37,8 +37,15 @@ from shoestring.shrink.drafter import (
     reference_losses,
     score_text,
 )
-from shoestring.shrink.drafter_acceptance import acceptance_table, compare_drafters
-from shoestring.shrink.drafter_model import DrafterShape, coverage, frequent_tokens, is_drafter, save_drafter
+from shoestring.shrink.drafter_acceptance import COMPARED, acceptance_table, compare_drafters, least_at
+from shoestring.shrink.drafter_model import (
+    DrafterShape,
+    coverage,
+    frequent_tokens,
+    is_drafter,
+    note_acceptance,
+    save_drafter,
+)
 from shoestring.shrink.drafter_objectives import DraftDistill, pick_loss
 from shoestring.shrink.self_text import generate_text
 from shoestring.shrink.shrink_run import check_start
@@ -304,9 +311,12 @@ def measure_stage(
     room = max(1, loaded.spec.max_positions - cfg.eval_tokens)
     prompts = [ids[-room:] for ids in map(need_tokenizer(loaded).encode, held_out) if ids]
     lengths: dict[str, Any] = {"num_drafts": cfg.num_drafts, "max_tokens": cfg.eval_tokens}
-    return compare_drafters(
+    rows = compare_drafters(
         loaded.model, lambda name: make_drafter(name, cfg, loaded, folder), prompts, path, **lengths
     )
+    trained = rows[COMPARED.index("drafter")]
+    note_acceptance(folder / "model", least_at([trained["greedy"]["at"], trained["sampled"]["at"]]))
+    return rows
 
 
 def make_drafter(name: str, cfg: DrafterSettings, loaded: LoadedModel, folder: Path) -> Drafter:
@@ -317,7 +327,7 @@ def make_drafter(name: str, cfg: DrafterSettings, loaded: LoadedModel, folder: P
         device, dtype = target.device, target.compute_dtype
         return open_drafter(str(folder / "model"), target, device=str(device), dtype=dtype)
     untrained = cfg.shape.build(target).eval().requires_grad_(False)
-    vocab_ids = read_vocab_ids(folder / "model", target.spec.vocab_size)
+    vocab_ids = read_drafter_file(folder / "model", target.spec.vocab_size).vocab_ids
     if vocab_ids is not None:
         trim_head(untrained, vocab_ids)
     untrained.to(target.compute_dtype)

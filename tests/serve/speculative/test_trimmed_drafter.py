@@ -99,8 +99,16 @@ def test_open_drafter_cuts_the_head(tmp_path: Path) -> None:
     assert Engine(target, drafter=drafter, num_drafts=2).generate([[1, 2]], Sampling(max_tokens=9))
     (tmp_path / "d" / DRAFTER_FILE).write_text(json.dumps({"version": 1, "vocab_ids": None}))
     whole = open_drafter(str(tmp_path / "d"), target)
-    assert isinstance(whole, DraftModel) and whole.vocab_ids is None
-    for bad in ("{", '{"vocab_ids": [1, 1]}', '{"vocab_ids": [29]}', '{"vocab_ids": []}', "{}"):
+    assert isinstance(whole, DraftModel) and whole.vocab_ids is None and whole.known_acceptance == ()
+    (tmp_path / "d" / DRAFTER_FILE).write_text(json.dumps({"vocab_ids": None, "acceptance": [0.75, 1]}))
+    for name in ("d", "ngram+d"):
+        known = open_drafter(str(tmp_path / name) if name == "d" else f"ngram+{tmp_path / 'd'}", target)
+        assert known.known_acceptance == (0.75, 1.0)
+        engine = Engine(target, drafter=known)
+        assert engine.draft_controller is not None
+        assert engine.draft_controller.acceptance.accepted.values[:3] == [0.75, 1.0, 1.0]
+    acceptance = [f'{{"vocab_ids": null, "acceptance": {value}}}' for value in ("[1.5]", "0.5", "[true]", '{"0": 1}')]
+    for bad in ("{", '{"vocab_ids": [1, 1]}', '{"vocab_ids": [29]}', '{"vocab_ids": []}', "{}", *acceptance):
         (tmp_path / "d" / DRAFTER_FILE).write_text(bad)
         with pytest.raises(UserError, match=r"drafter\.json"):
             open_drafter(str(tmp_path / "d"), target)

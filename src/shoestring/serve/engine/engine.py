@@ -236,7 +236,9 @@ class Engine:
         self.drafter, self.draft_controller, self._prepared = drafter, None, False
         self.num_drafts = FIXED_DRAFTS if num_drafts is None else num_drafts
         if num_drafts is None and drafter is not None and self._timed:
-            self.draft_controller = controller or DraftLengthController(self._profile)
+            self.draft_controller = controller or DraftLengthController(
+                self._profile, known_acceptance=drafter.known_acceptance
+            )
 
     @torch.no_grad()
     def limit_requests(self) -> int:

@@ -21,9 +21,12 @@ exploration rate (1%) of all time up to the cost of the next try, and a share of
 also kept per batch size, and pays for losses there first. Drafts are chosen only if the budget and half of the savings
 cover a step that gains nothing. So, if plain steps are known, all losses beyond what drafts saved are at most
 
-    first_budget plain steps + exploration_rate * time + one step of each batch size and one probe
+    first_budget (known_budget) plain steps + exploration_rate * time + one step of each batch size and one probe
 
 however wrong the model is (tests/serve/speculative/test_draft_length.py).
+
+A drafter whose acceptance was measured when it was made starts with it, and with a larger first budget: a few unlucky
+steps at the start, which would use up a small one, then do not decide about the next seconds.
 
 Without drafts nothing is learned about them, so now and then a probe tries the longest draft, paid from the budget.
 Where drafting is off it takes few requests, since their texts have to be caught up on; it teaches acceptance, not
@@ -56,6 +59,7 @@ class DraftLengthSettings:
     # -- acceptance
     first_acceptance: float = 0.8  # chance before any observation: optimistic, so that a new drafter is tried
     smoothing: float = 0.02  # weight of the newest observation: about the last 50 count
+    known_observations: int = 20  # that an acceptance which was measured beforehand counts as
     stale_observations: int = 5  # that older ones count as after a pause, so that a probe matters
     # -- costs
     window: int = 9  # observations of a median, so that a single slow step changes nothing
@@ -75,6 +79,7 @@ class DraftLengthSettings:
     # -- budget
     exploration_rate: float = 0.01  # of all time, for tries; 0: no probes
     first_budget: float = 5.0  # plain steps, so that a new drafter is tried at once
+    known_budget: float = 12.0  # plain steps, instead, where the acceptance was measured beforehand
     risked_share: float = 0.5  # of the savings at a batch size, that drafts may lose again
     max_savings: float = 128.0  # plain steps that count: savings of long ago are no credit
     reinvested_share: float = 0.1  # of what drafts save, for tries at other batch sizes
@@ -232,9 +237,13 @@ class MovingAverages:
 
 
 class AcceptanceModel:
-    def __init__(self, settings: DraftLengthSettings = SETTINGS) -> None:
+    def __init__(self, settings: DraftLengthSettings = SETTINGS, known: Sequence[float] = ()) -> None:
+        """`known`: the acceptance of the first places, measured beforehand; later places are like the last of them."""
         self._stale, num = settings.stale_observations, max(settings.lengths)
         self.accepted = MovingAverages(settings.first_acceptance, num, settings.smoothing)  # a_j
+        if known:
+            self.accepted.values = [*known, *[known[-1]] * num][:num]
+            self.accepted.counts = [settings.known_observations] * num
         self.offered = MovingAverages(1.0, num, settings.smoothing)  # c_j
 
     def num_offered(self, length: int) -> float:
@@ -317,11 +326,18 @@ class Pause:
 class DraftLengthController:
     """One decision per step: `choose` (or `would_draft`), then what happened, then `record_step` or `discard_step`."""
 
-    def __init__(self, profile: Callable[[int], float], settings: DraftLengthSettings = SETTINGS) -> None:
-        """`profile(rows)` measures the seconds of one target pass; it is called once per power of two."""
+    def __init__(
+        self,
+        profile: Callable[[int], float],
+        settings: DraftLengthSettings = SETTINGS,
+        known_acceptance: Sequence[float] = (),
+    ) -> None:
+        """`profile(rows)` measures the seconds of one target pass; it is called once per power of two.
+        `known_acceptance`: `Drafter.known_acceptance`."""
         self.settings, self.lengths = settings, settings.lengths
         self.costs = CostModel(profile, settings)
-        self.acceptance = AcceptanceModel(settings)
+        self.acceptance = AcceptanceModel(settings, known_acceptance)
+        self.first_budget = settings.known_budget if known_acceptance else settings.first_budget  # in plain steps
         self.budget = ExplorationBudget(settings)
         self.sizes: dict[int, SizeRecord] = {}  # by batch size (a power of two)
         self.step = Step()
@@ -373,7 +389,7 @@ class DraftLengthController:
     def _available(self, batch: int) -> float:
         """Seconds in the budget."""
         seconds = self.budget.seconds
-        return self.settings.first_budget * self.costs.plain(batch) if seconds is None else seconds
+        return self.first_budget * self.costs.plain(batch) if seconds is None else seconds
 
     def _pick(self, batch: int, prospects: Prospects) -> Decision:
         most, left, is_behind = prospects

@@ -3,7 +3,7 @@
 It has a KV cache of its own, in a block pool of the same kind as the engine's. After a rejection it keeps the positions
 that are still right and computes the rest in its next pass, so a pause costs one pass. Its head may be trimmed to the
 most frequent tokens (`vocab_ids`); its embedding has all of them. A drafter made by `shoestring run shrink/drafter` is
-a model folder with a drafter.json, which names those tokens.
+a model folder with a drafter.json, which names those tokens and the acceptance on held-out prompts.
 
 Sampling: under a rule that shares noise (`coupled`) the draft model uses the target's noise, so both choose the same
 token when their distributions agree. Under the others it samples with noise of its own and reports the distribution.
@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -54,6 +55,7 @@ class DraftModel(Drafter):
         *,
         vocab_size: int | None = None,
         vocab_ids: Sequence[int] | None = None,
+        known_acceptance: Sequence[float] = (),
         block_size: int = 16,
         num_blocks: int | None = None,
         chunk: int = 2048,
@@ -64,7 +66,7 @@ class DraftModel(Drafter):
         are for these tokens only, in this order (`trim_head`). `num_blocks` bounds the memory of the KV cache (None: it
         grows as needed); a request that does not fit gets no drafts. `chunk`: rows of a prefill pass, at most. `graphs`
         as in Engine."""
-        self.model, self.chunk = model, chunk
+        self.model, self.chunk, self.known_acceptance = model, chunk, tuple(known_acceptance)
         self.vocab_size = model.spec.vocab_size if vocab_size is None else vocab_size
         self.vocab_ids: Tensor | None = None
         if vocab_ids is not None:
@@ -307,15 +309,23 @@ def check_vocabulary(name: str, size: int, target: Decoder) -> None:
         )
 
 
-def read_vocab_ids(folder: Path, vocab_size: int) -> list[int] | None:
-    """The tokens that a drafter folder was trained for; None: all."""
+class DrafterFile(NamedTuple):
+    vocab_ids: list[int] | None = None  # the tokens that the drafter was trained for; None: all
+    acceptance: tuple[float, ...] = ()  # by place of the draft, on held-out prompts; empty: not measured
+
+
+def read_drafter_file(folder: Path, vocab_size: int) -> DrafterFile:
+    """What a drafter folder says beside its model; an ordinary model folder says nothing."""
     path = folder / DRAFTER_FILE
     if not path.is_file():
-        return None
+        return DrafterFile()
     saved = read_object(path, remedy="write the drafter again")
     if "vocab_ids" not in saved:
         raise UserError(f"{path} has no 'vocab_ids'; write the drafter again")
-    ids = saved["vocab_ids"]
+    return DrafterFile(_vocab_ids(saved["vocab_ids"], vocab_size, path), _acceptance(saved.get("acceptance"), path))
+
+
+def _vocab_ids(ids: Any, vocab_size: int, path: Path) -> list[int] | None:
     if ids is None:
         return None
     whole = isinstance(ids, list) and all(type(i) is int and 0 <= i < vocab_size for i in ids)
@@ -324,3 +334,10 @@ def read_vocab_ids(folder: Path, vocab_size: int) -> list[int] | None:
             f"{path}: vocab_ids must be different token ids from 0 to {vocab_size - 1}; write the drafter again"
         )
     return list(ids)
+
+
+def _acceptance(chances: Any, path: Path) -> tuple[float, ...]:
+    chances = [] if chances is None else chances
+    if not isinstance(chances, list) or not all(type(c) in (int, float) and 0 <= c <= 1 for c in chances):
+        raise UserError(f"{path}: acceptance must be a list of numbers from 0 to 1; write the drafter again")
+    return tuple(map(float, chances))

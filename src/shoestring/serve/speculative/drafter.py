@@ -29,6 +29,9 @@ class Drafter(ABC):
 
     # Whether the last `propose` had to read a long text first, so that its time says nothing about the next one.
     caught_up: bool = False
+    # The chance that the first, second, ... draft is accepted after those before it, as it was measured beforehand.
+    # Empty: unknown.
+    known_acceptance: tuple[float, ...] = ()
 
     @abstractmethod
     def propose(self, requests: Sequence[Request], n: int) -> list[Draft]:

@@ -22,7 +22,7 @@ from shoestring.paths import drafter_names
 from shoestring.serve.engine.graphs import SamplingKind
 from shoestring.serve.engine.request import NO_DRAFT, Draft, Request
 from shoestring.serve.engine.runner import Runner
-from shoestring.serve.speculative.draft_model import DraftModel, check_vocabulary, read_vocab_ids, trim_head
+from shoestring.serve.speculative.draft_model import DraftModel, check_vocabulary, read_drafter_file, trim_head
 from shoestring.serve.speculative.drafter import Drafter
 from shoestring.serve.speculative.ngram_drafter import NgramDrafter
 
@@ -51,6 +51,8 @@ class DrafterStack(Drafter):
         if not drafters:
             raise UserError("a stack of no drafters; give at least one")
         self.drafters = list(drafters)
+        # Of the first that knows it: a lookup, which does not, proposes where a draft model would mostly be right, too.
+        self.known_acceptance = next((d.known_acceptance for d in drafters if d.known_acceptance), ())
         self.accepted = [AcceptedTokens() for _ in drafters]
         self.caught_up = False
         self._round = 0
@@ -138,8 +140,8 @@ def open_drafter(text: str, target: Decoder, *, device: str = "cpu", dtype: torc
         loaded = load_model(name, device=device, dtype=dtype)
         loaded.model.eval()
         check_vocabulary(name, loaded.spec.vocab_size, target)
-        vocab_ids = read_vocab_ids(loaded.path, target.spec.vocab_size)
+        vocab_ids, acceptance = read_drafter_file(loaded.path, target.spec.vocab_size)
         if vocab_ids is not None:
             trim_head(loaded.model, vocab_ids)
-        drafters.append(DraftModel(loaded.model, vocab_ids=vocab_ids))
+        drafters.append(DraftModel(loaded.model, vocab_ids=vocab_ids, known_acceptance=acceptance))
     return drafters[0] if len(drafters) == 1 else DrafterStack(drafters)
