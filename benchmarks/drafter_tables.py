@@ -30,9 +30,9 @@ def table() -> str:
 
 
 def newest_table() -> str:
-    """Of the targets that were served last on greedy and on sampled text, and of the one that was trained for
-    longest."""
-    return "\n\n".join(_tables({newest_target(), sampled_target(), well_trained()}))
+    """Of the targets that were served last on greedy and on sampled text, of the one whose drafters stand beside an
+    undistilled small model, and of the one that was trained for longest."""
+    return "\n\n".join(_tables({newest_target(), sampled_target(), compared_target(), well_trained()}))
 
 
 def _tables(only: set[str] | None = None) -> list[str]:
@@ -257,6 +257,12 @@ def sampled_lines() -> list[dict[str, Any]]:
 def sampled_target() -> str:
     """The last one that was timed on sampled texts."""
     return sampled_lines()[-1]["config"]["target"]
+
+
+def compared_target() -> str:
+    """The last one with an undistilled small model among its drafters; with none the one that was served last."""
+    lines = [n for n in newest(BENCH) if n["case"] == SMALL]
+    return lines[-1]["config"]["target"] if lines else newest_target()
 
 
 def in_one_kernel(config: dict[str, Any]) -> bool:

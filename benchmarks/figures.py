@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
-from benchmarks import checkpoint, communication, cpu_decode, drafter_tables, reshard
+from benchmarks import checkpoint, communication, cpu_decode, drafter_tables, reshard, serve
 from benchmarks.path_figure import path
 from benchmarks.results import newest, recorded
 from benchmarks.svg_plot import GREY, INK, Axis, Bar, Lane, Level, Marks, Panel, bar_plot, span_plot, xy_plot
@@ -575,7 +575,7 @@ def skipping_quality() -> str:
 
 def ttft_load() -> str:
     """Time to first token under a trace on a GPU, ours at several rates and transformers."""
-    lines = [n for n in newest("serve") if "NVIDIA" in n["device"]]
+    lines = [n for n in serve.loads() if "NVIDIA" in n["device"]]
     bars = []
     for n in lines:
         c, who = n["config"], "transformers serve" if n["case"].endswith("transformers serve") else "Shoestring"

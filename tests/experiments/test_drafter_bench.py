@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import drafter_peers, drafter_speed, drafter_tables, drafter_watch, results
+from benchmarks import controller_start, drafter_peers, drafter_speed, drafter_tables, drafter_watch, results
 from experiments import drafter, drafter_target
 from shoestring.errors import UserError
 from shoestring.model import Decoder, ModelSpec, load_model
@@ -251,6 +251,24 @@ def test_a_drafter_that_begins_with_a_small_model_counts_its_training(
 
     monkeypatch.setattr(drafter, "train_small", None)  # it is kept
     calls("kept", "--seed", "2")
+
+    at = {path.parent.name: json.loads(path.read_text()) for path in tmp_path.glob("kept/drafters/*/drafter.json")}
+    assert len(at) == 4 and all(len(said["acceptance"]) == drafter.NUM_DRAFTS for said in at.values())
+    given = ["x", "--keep", str(tmp_path / "kept"), "--queues", "2", "--temperatures", "1"]
+    monkeypatch.setattr(sys, "argv", given)
+    controller_start.main()
+    lines = results.newest("controller_start")
+    known = at["DistillSpec-pre-trained-equal-steps-1"]["acceptance"]
+    assert [(n["case"], n["metric"], n["config"].get("acceptance")) for n in lines] == [
+        (case, run, chances)
+        for case, chances in ((controller_start.KNOWN, known), (controller_start.UNKNOWN, None))
+        for run in ("first", "second")
+    ]
+    assert all(0 < n["quality"]["lowest"] <= n["quality"]["mean"] for n in lines)
+    assert controller_start.table().count("| 1 | kernel by kernel | acceptance ") == 2
+    monkeypatch.setattr(sys, "argv", [*given, "--drafter", "LK"])
+    with pytest.raises(UserError, match="has DistillSpec; DistillSpec, pre-trained"):
+        controller_start.main()
 
 
 def test_more_steps_cost_what_the_largest_case_costs() -> None:

@@ -12,11 +12,12 @@ Time:    the demo's model (2.3M parameters), 160 prompts, layers=1, 120 steps of
 Expect:  a model of that size after 60 steps: 0.70 of sampled drafts accepted (0.60 before training), of greedy ones
          0.56 to 0.78 (0.62 before). A model of 2.4B parameters that saw only 2.8M tokens, on an H200, a drafter of 400
          steps on its own text (one seed), greedy: 2.0 times plain speed for one to four requests, 1.7 for 16, 1.0 for
-         64. One that saw 30M tokens, sampled text, a drafter of start=: 1.6 times for one request (plain steps kernel
-         by kernel; against plain steps in one kernel the controller gained nothing, 0.99 times), 1.4 for four, 1.0 for
-         16. docs/methods/drafter.md compares targets and methods
-Leaves:  a run folder with the drafter in model/ (drafter.json names its tokens), text.jsonl, the acceptance on held-out
-         prompts in acceptance.json and report.html, beside an untrained drafter and n-gram lookup
+         64. One that saw 51M tokens, sampled text at temperature 1, a drafter of start=: 1.7 times for one request
+         (plain steps kernel by kernel; against plain steps in one kernel 1.1), 1.5 for four, 1.3 for 16, 1.0 for 64.
+         docs/methods/drafter.md compares targets and methods
+Leaves:  a run folder with the drafter in model/ (drafter.json names its tokens and its acceptance), text.jsonl, the
+         acceptance on held-out prompts in acceptance.json and report.html, beside an untrained drafter and n-gram
+         lookup
 """
 
 from __future__ import annotations

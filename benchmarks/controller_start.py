@@ -1,7 +1,7 @@
 """The first texts under a new draft-length controller, with the drafter's measured acceptance and without it.
 
-    python -m experiments.controller_start --keep DIR                    about 2 minutes on an H200, alone on it
-    SHOESTRING_ROW_STEP=1 python -m experiments.controller_start ...     plain steps in one kernel, the faster way
+    python -m benchmarks.controller_start --keep DIR                    about 2 minutes on an H200, alone on it
+    SHOESTRING_ROW_STEP=1 python -m benchmarks.controller_start ...     plain steps in one kernel, the faster way
 
 DIR holds a target and drafters of experiments/drafter.py. A queue is six texts, one at a time, sampled. It is decoded
 plain, and twice under a new controller of each kind ("first" and "second"). Next comes a queue of other prompts, in the
@@ -37,7 +37,8 @@ def main() -> None:
     kept = Kept(args.keep)
     rows = [row for row in kept.rows if row["case"] == args.drafter]
     if not rows:
-        raise UserError(f"--drafter {args.drafter}: {args.keep} has {', '.join(sorted(r['case'] for r in kept.rows))}")
+        names = "; ".join(sorted({row["case"] for row in kept.rows}))
+        raise UserError(f"--drafter {args.drafter}: {args.keep} has {names}")
     if not kept.drafter(rows[0]).known_acceptance:
         raise UserError(f"{args.keep} has no acceptance in drafter.json: measure the drafter with experiments/drafter")
     for temperature in args.temperatures:
