@@ -725,6 +725,10 @@ def _load(
     place = pick_device(device)
     # A model that is shared out is cut first and sent to its device then.
     start = place if ranks is None else "cpu"
+    if int8_activations and place.type == "cpu":
+        from shoestring.cli.terminal import begin_compiling
+
+        begin_compiling()
     loaded = load_model(path, device=start, dtype=pick_dtype(dtype, place), packed=int8_activations)
     if ranks is not None:
         ranks.share(loaded.model)

@@ -130,6 +130,15 @@ class CompileLine:
             self.count = 0
 
 
+def begin_compiling() -> None:
+    """For 8-bit activations, while the model is loaded."""
+    from shoestring.serve.engine.cpu_decode import begin_compiling
+
+    line = begin_compiling()
+    if line is not None and sys.stderr.isatty():
+        print(line, file=sys.stderr, flush=True)
+
+
 def watch_compilations(engine: Engine) -> CompileLine:
     """The first use of a shape on a GPU compiles for seconds; on a terminal a line says so."""
     line = CompileLine(sys.stderr)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import warnings
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ pytestmark = pytest.mark.skipif(cpp.find_compiler() is None, reason="needs a C++
 @pytest.fixture
 def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("SHOESTRING_CACHE", str(tmp_path))
-    cpp.load_library.cache_clear()
+    cpp.loaded_library.cache_clear()
     return tmp_path
 
 
@@ -25,7 +27,7 @@ def test_compiled_once_and_kept(empty_cache: Path, monkeypatch: pytest.MonkeyPat
     library = cpp.load_library(ANSWER)
     assert library is not None and library.answer() == 42
     (made,) = empty_cache.glob("kernels/*")
-    cpp.load_library.cache_clear()
+    cpp.loaded_library.cache_clear()
     ran: list[list[str]] = []
     run = cpp._output
 
@@ -37,6 +39,38 @@ def test_compiled_once_and_kept(empty_cache: Path, monkeypatch: pytest.MonkeyPat
     again = cpp.load_library(ANSWER)
     assert again is not None and again.answer() == 42
     assert [command[1:] for command in ran] == [["--version"]] and made.exists()
+
+
+def test_sources_that_were_begun_are_compiled_side_by_side_and_once(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources = [f'extern "C" int answer() {{ return {number}; }}' for number in (1, 2)]
+    both, compiled, run = threading.Barrier(2, timeout=30), [], cpp._output
+
+    def together(command: list[str], given: str = "") -> str:
+        if given:
+            both.wait()
+            compiled.append(given)
+        return run(command, given)
+
+    monkeypatch.setattr(cpp, "_output", together)
+    assert cpp.begin_compiling(*sources)
+    libraries = [cpp.load_library(source) for source in sources]
+    assert [library and library.answer() for library in libraries] == [1, 2]
+    assert sorted(compiled) == sources
+    assert not cpp.begin_compiling(*sources)
+
+
+def test_a_compiler_that_does_not_run_is_told_once(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = empty_cache / "broken"
+    compiler.write_text("#!/bin/sh\nexit 3\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert not cpp.begin_compiling(ANSWER)
+        assert cpp.load_library(ANSWER) is None and cpp.load_library(ANSWER) is None
+    assert len(told) == 1 and "could not compile a kernel" in str(told[0].message)
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(empty_cache: Path) -> None:

@@ -16,6 +16,7 @@ import torch
 
 from shoestring.formats import convert, int8_activations, pack, parse_format
 from shoestring.formats.int8_activations import Int8Host, format_of, quantize_activations
+from shoestring.kernels.lowbit import tiled_linear
 from shoestring.kernels.lowbit.tiled_linear import TILES, rounded
 from shoestring.kernels.runtime import cpp
 from shoestring.kernels.runtime.triton_backend import fall_back
@@ -448,12 +449,27 @@ def test_a_cache_that_grew_is_found_again() -> None:
 
 
 @needs_compiler
+def test_what_the_first_step_needs_is_compiled_while_the_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[str] = []
+    monkeypatch.setattr(cpp, "begin_compiling", lambda *sources: begun.extend(sources) or True)
+    assert str(cpu_decode.begin_compiling()).startswith("compiling C++ for this processor, the first time only")
+    monkeypatch.undo()
+    assert all(cpp.load_library(source) is not None for source in begun)
+    assert cpu_decode.begin_compiling() is None, "all of it was compiled by now"
+    loaded: list[str] = []
+    monkeypatch.setattr(cpp, "load_library", lambda source: loaded.append(source))
+    for path in (tiled_linear.SOURCE, cpu_decode.SOURCE):
+        tiled_linear.compiled(path)
+    assert loaded == begun
+
+
+@needs_compiler
 def test_without_a_compiler_the_torch_step_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = served()
     assert executor_of(model) is CompiledDecodeStep
     monkeypatch.setenv("SHOESTRING_CACHE", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler")
-    cpp.load_library.cache_clear()
+    cpp.loaded_library.cache_clear()
     cpu_decode._function.cache_clear()
     try:
         assert "compiler" in str(CompiledDecodeStep.unsupported(model.plan))
@@ -462,4 +478,4 @@ def test_without_a_compiler_the_torch_step_is_taken(tmp_path: Path, monkeypatch:
         assert isinstance(runner._cpu, TorchDecodeStep)
     finally:
         cpu_decode._function.cache_clear()
-        cpp.load_library.cache_clear()
+        cpp.loaded_library.cache_clear()

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from shoestring.errors import UserError
 from shoestring.kernels.lowbit.chunk_layout import ceil_div
-from shoestring.kernels.runtime.cpp import load_library
+from shoestring.kernels.runtime import cpp
 from shoestring.kernels.runtime.eager_operator import call_operator
 from shoestring.kernels.runtime.openmp import thread_pool
 
@@ -135,9 +135,18 @@ def pointer(t: Tensor | None) -> int | None:
     return None if t is None else t.data_ptr()
 
 
+def begin_compiling(*others: Path) -> bool:
+    """This product and other sources that follow tiles.h (`cpp.begin_compiling`)."""
+    return cpp.begin_compiling(*map(_with_tiles, (SOURCE, *others)))
+
+
 def compiled(source: Path) -> ctypes.CDLL | None:
     """A source that follows tiles.h; None where there is no compiler."""
-    return load_library(TILES.read_text() + source.read_text())
+    return cpp.load_library(_with_tiles(source))
+
+
+def _with_tiles(source: Path) -> str:
+    return TILES.read_text() + source.read_text()
 
 
 @functools.cache

@@ -38,8 +38,8 @@ POLL_S = 0.05
 
 def cached_code(key: str, suffix: str, compile: Callable[[], bytes]) -> bytes:
     """`key` has everything that the code depends on. A folder that cannot be written is no error."""
-    folder = cache_folder() / "kernels"
-    path = folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}{suffix}"
+    path = _path(key, suffix)
+    folder = path.parent
     refused = _refusal(folder)
     if refused is not None:
         _warn(
@@ -58,6 +58,15 @@ def cached_code(key: str, suffix: str, compile: Callable[[], bytes]) -> bytes:
         with contextlib.suppress(OSError):  # kept for this process only
             _write(path, code)
         return code
+
+
+def has_code(key: str, suffix: str) -> bool:
+    """Whether there is a file of it, which is not looked into."""
+    return _path(key, suffix).exists()
+
+
+def _path(key: str, suffix: str) -> Path:
+    return cache_folder() / "kernels" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}{suffix}"
 
 
 @contextlib.contextmanager

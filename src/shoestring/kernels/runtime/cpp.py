@@ -1,5 +1,6 @@
 """C++ compiled on first use with the machine's own compiler, for this very processor; called through ctypes.
 
+    begin_compiling(source, other)      # at once, in threads; optional
     library = load_library(source)      # None where there is no compiler, or it fails (a warning says why)
 
 The compiler is $CXX, else c++, g++ or clang++. Compiled code is kept by a hash of source, options, compiler version and
@@ -18,10 +19,11 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import threading
 import warnings
 from pathlib import Path
 
-from shoestring.kernels.runtime.compiled_cache import cached_code
+from shoestring.kernels.runtime.compiled_cache import cached_code, has_code
 
 # What lets loops over floats become vector code, one by one: -ffast-math would forget nan, and change how the
 # whole process rounds small numbers.
@@ -31,8 +33,30 @@ OPTIONS = (
 )
 
 
-@functools.cache
+SUFFIX = ".so"
+_one_at_a_time: dict[str, threading.Lock] = {}  # by source: one thread compiles it, others wait
+
+
+def begin_compiling(*sources: str) -> bool:
+    """Load them in threads, so that they are compiled side by side and while the caller does something else. Whether
+    there is anything to compile."""
+    compiler = find_compiler()
+    try:
+        missing = [source for source in sources if compiler and not has_code(_key(source, compiler), SUFFIX)]
+    except (OSError, subprocess.SubprocessError):  # told by load_library
+        return False
+    for source in missing:
+        threading.Thread(target=load_library, args=(source,), name="compile", daemon=True).start()
+    return bool(missing)
+
+
 def load_library(source: str) -> ctypes.CDLL | None:
+    with _one_at_a_time.setdefault(source, threading.Lock()):
+        return loaded_library(source)
+
+
+@functools.cache
+def loaded_library(source: str) -> ctypes.CDLL | None:
     compiler = find_compiler()
     if compiler is None:
         return None
@@ -51,17 +75,21 @@ def find_compiler() -> str | None:
 
 
 def _compiled(source: str, compiler: str) -> bytes:
-    options = [*OPTIONS, "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"]
-    version = _output([compiler, "--version"])
-    key = "\0".join((source, *options, version, _processor()))
-
     def compile() -> bytes:
         with tempfile.TemporaryDirectory(prefix="shoestring-") as folder:
             made = Path(folder) / "kernel.so"
-            _output([compiler, *options, "-x", "c++", "-", "-o", str(made)], source)
+            _output([compiler, *_options(), "-x", "c++", "-", "-o", str(made)], source)
             return made.read_bytes()
 
-    return cached_code(key, ".so", compile)
+    return cached_code(_key(source, compiler), SUFFIX, compile)
+
+
+def _options() -> list[str]:
+    return [*OPTIONS, "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"]
+
+
+def _key(source: str, compiler: str) -> str:
+    return "\0".join((source, *_options(), _output([compiler, "--version"]), _processor()))
 
 
 def _load(code: bytes) -> ctypes.CDLL:

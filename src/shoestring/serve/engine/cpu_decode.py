@@ -37,6 +37,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoestring.formats.int8_activations import Int8Host, format_of, product_of
+from shoestring.kernels.lowbit import tiled_linear
 from shoestring.kernels.lowbit.tiled_linear import ROWS, CMatrix, compiled, pointer, usable
 from shoestring.kernels.runtime.triton_backend import fall_back
 from shoestring.model.attention import rope_frequencies, soft_cap
@@ -289,6 +290,14 @@ class _CModel(ctypes.Structure):
         ("head", CMatrix),
         *((n, ctypes.c_float) for n in ("eps", "scale", "softcap")),
     ]
+
+
+def begin_compiling() -> str | None:
+    """Compile what a model with 8-bit activations needs, in threads, while it is loaded: what to tell the user, if it
+    was not compiled on this machine before."""
+    if not tiled_linear.begin_compiling(SOURCE):
+        return None
+    return "compiling C++ for this processor, the first time only: some seconds"
 
 
 @functools.cache

@@ -54,6 +54,7 @@ except ModuleNotFoundError as error:
 
 from shoestring.paths import find_model
 from shoestring.serve.engine.capacity import blocks_by_memory, requests_by_memory
+from shoestring.serve.engine.cpu_decode import begin_compiling
 from shoestring.serve.engine.encoder import EncoderEngine, TextEncoder, folder_pooling, is_encoder, load_encoder
 from shoestring.serve.engine.engine import Engine
 from shoestring.serve.engine.logit_rules import VerifyWithRules
@@ -315,6 +316,10 @@ def _serve(
 ) -> None:
     # A model for several ranks is sharded first and then sent to its device.
     start = device if ranks is None else "cpu"
+    log_to_stderr()
+    on_cpu = torch.device(device).type == "cpu"
+    if options.int8_activations and on_cpu and (line := begin_compiling()) is not None:
+        log.info("%s", line)
     loaded = load_model(model_path, device=start, dtype=dtype, packed=options.int8_activations)
     if loaded.tokenizer is None:
         raise UserError(f"{model_path} has no tokenizer, and a server talks in text; add tokenizer.json")
@@ -324,7 +329,6 @@ def _serve(
     if ranks is not None:
         ranks.share(loaded.model)
     _convert(loaded.model, options, dtype)
-    log_to_stderr()
     name = options.model_name or _name_of(model_path)
     drafter = None
     if options.drafter is not None:
