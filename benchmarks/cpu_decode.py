@@ -9,11 +9,11 @@ Rows: fp32; 4-bit weights decoded to fp32 once (the default of a packed model on
 activations rounded to 8 bits, with an fp32 head and with an 8-bit one (the embedding in int8:g0, as recipes leave it),
 the latter also as on a machine without a C++ compiler; llama.cpp on the GGUF file that all rows come from (Q4_1, its
 head Q8_0), through llama-cpp-python in an interpreter that has it, and on files that its own quantizer makes of it
-(Q4_0 and IQ4_NL, which it repacks for Arm and AVX2 when it loads them; the head stays Q8_0). 4-bit weights are rounded
-to nearest; with `--shrunk FOLDER`, which `shoestring run shrink/ptq model=FILE.gguf format=int4:g64` leaves, there is
-also a row of the default method of that recipe; with `--file FILE.gguf`, which `python -m benchmarks.cpu_decode file
---llama-python PYTHON --file FILE.gguf` makes, one of llama.cpp's own Q4_0, multiplied as it is: the same weights in
-both programs. Ratios are to the fastest row of llama.cpp.
+(Q4_0 and IQ4_NL, which it repacks for Arm and AVX2 when it loads them, and Q4_K_M; the head stays Q8_0). 4-bit weights
+are rounded to nearest; with `--shrunk FOLDER`, which `shoestring run shrink/ptq model=FILE.gguf format=int4:g64`
+leaves, there is also a row of the default method of that recipe. The files in our engine: Q4_1, and with `--file
+Q4_0.gguf Q4_K_M.gguf`, which `python -m benchmarks.cpu_decode file --llama-python PYTHON --file ...` makes, these, too.
+Ratios are to the fastest row of llama.cpp.
 
 Speed: greedy, `--prompt` tokens in, `--new` out, one request, the time of every step but the first. Every row has its
 own process, and the rows take turns, `--rounds` times, so that a busy machine slows all of them; waiting rows sleep.
@@ -63,19 +63,21 @@ from shoestring.shrink.whole_model import with_embedding
 
 MODEL = "SmolLM2-135M-Instruct"
 FORMATS = ("int4:g64", "int4:sym:g64")
-LLAMA = ("llama.cpp Q4_1", "llama.cpp Q4_0", "llama.cpp IQ4_NL")  # the first is the file that all rows come from
+# The first is the file that all rows come from.
+LLAMA = ("llama.cpp Q4_1", "llama.cpp Q4_0", "llama.cpp IQ4_NL", "llama.cpp Q4_K_M")
 WHOLE, BARE = ", 8-bit activations and head", ", no compiler"
 SHRUNK = "int4:g64 by gptq+clip" + WHOLE  # of --shrunk
-FILE = "llama.cpp's Q4_0 file, 8-bit activations"  # of --file, in our engine
-STEPPED = (*(f + WHOLE for f in FORMATS), SHRUNK, FILE)
+FILE = "llama.cpp's Q4_0 file, 8-bit activations"
+FILES = {"Q4_0": FILE, "Q4_K_M": FILE.replace("Q4_0", "Q4_K_M"), "Q4_1": "the Q4_1 file, 8-bit activations"}  # in ours
+STEPPED = (*(f + WHOLE for f in FORMATS), SHRUNK, *FILES.values())
 KINDS = (", decoded", ", 8-bit activations", WHOLE, WHOLE + BARE)
 EMBED = "int8:g0"  # of embedding and head, as recipes leave them
 PROMPT = "prompt_tokens_per_s"
 COMMAND, MEMORY = "command_s", "peak_mb"
 TOGETHER, STREAMS = "streams_tokens_per_s", (1, 2, 4, 8, 16)
 ARM = "aarch64 CPU, 2 cores"  # of the figure
-CASES = ("fp32", *(f + kind for f in FORMATS for kind in KINDS), SHRUNK, FILE, *LLAMA)
-TIMED = ("fp32", *(f + kind for f in FORMATS for kind in KINDS[2:]), SHRUNK, FILE, *LLAMA)
+CASES = ("fp32", *(f + kind for f in FORMATS for kind in KINDS), SHRUNK, *FILES.values(), *LLAMA)
+TIMED = ("fp32", *(f + kind for f in FORMATS for kind in KINDS[2:]), SHRUNK, *FILES.values(), *LLAMA)
 CONTEXT, WINDOWS = 512, 6
 STREAMED = ("fp32", SHRUNK, FILE, "llama.cpp Q4_0")
 TEXTS = {  # metric: what its text is
@@ -131,7 +133,7 @@ def _of_machine(lines: list[dict[str, Any]]) -> str:
         f"\n\nGreedy, {config['prompt']} tokens in, {config['new']} out; median of all steps (p20-p80). Perplexity on "
         f"the first {CONTEXT * WINDOWS:,} tokens of the WikiText-2 test text (tokenised){more}, context {CONTEXT}. "
         "4-bit weights rounded to nearest, or chosen by `shrink/ptq` with 16,384 tokens that the model wrote, from "
-        "weights that llama.cpp's Q4_1 uses as they are; its quantizer made Q4_0 and IQ4_NL of them. "
+        "weights that llama.cpp's Q4_1 uses as they are; its quantizer made the other files of them. "
         f"{' '.join(sorted(notes))}"
     ).rstrip() + against_llama(speed)
     return f"**{some['device']}**\n\n" + markdown(header, rows) + said + provenance(lines)
@@ -415,8 +417,8 @@ def save_speed(
 
 def ours(case: str, given: dict[str, Path | None]) -> list[str]:
     command = [sys.executable, "-m", "benchmarks.cpu_decode", "one", "--cases", case]
-    flags = {SHRUNK: "--shrunk", FILE: "--file"}
-    return [*command, flags[case], str(given[case])] if case in given else command
+    flag = "--shrunk" if case == SHRUNK else "--file"
+    return [*command, flag, str(given[case])] if case in given else command
 
 
 # -- start and memory ----------------------------------------------------------------------------------------
@@ -443,13 +445,13 @@ def measure_start(args: argparse.Namespace) -> None:
     models = [(MODEL, args.shrunk, args.file)]
     if args.large:
         models.append((args.large_name, args.large, args.large_gguf))
-    for name, folder, gguf in models:
+    for name, folder, files in models:
         if folder is not None:
             size = sum(f.stat().st_size for f in folder.glob("*.safetensors")) / 1e6
             command = [*generate, str(folder), *prompt]
             asked[name, "int4, decoded to fp32"] = command, size
             asked[name, "int4, 8-bit activations"] = [*command, "--int8-activations"], size
-        if gguf is not None:
+        for gguf in files:
             command, size = [*generate, str(gguf), *prompt, "--int8-activations"], gguf.stat().st_size / 1e6
             asked[name, f"{gguf_type(gguf)} file, 8-bit activations"] = command, size
             if args.llama_python:
@@ -483,7 +485,7 @@ def cost_of(command: list[str]) -> tuple[float, float]:
 
 def gguf_type(path: Path) -> str:
     """As its name says."""
-    return next((kind for kind in ("Q4_0", "Q4_1") if kind in path.name), path.stem)
+    return next((kind for kind in FILES if kind in path.name), path.stem)
 
 
 LLAMA_START = """
@@ -600,9 +602,11 @@ def main() -> None:
     parser.add_argument("--assets", type=Path, help="holds text/wikitext-2/ and eval/lambada_openai.jsonl; for quality")
     parser.add_argument("--llama-python", default="", help="an interpreter with llama-cpp-python")
     parser.add_argument("--shrunk", type=Path, help="the model/ folder of a run of shrink/ptq with format=int4:g64")
-    parser.add_argument("--file", type=Path, help="llama.cpp's Q4_0; `file` makes it")
+    parser.add_argument(
+        "--file", type=Path, nargs="*", default=[], help="llama.cpp's, named by type; `file` makes them"
+    )
     parser.add_argument("--large", type=Path, help="for start: the folder of a packed model, with a tokenizer")
-    parser.add_argument("--large-gguf", type=Path, help="and the file that llama.cpp reads")
+    parser.add_argument("--large-gguf", type=Path, nargs="*", default=[], help="and files that llama.cpp reads")
     parser.add_argument("--large-name", default="", help="and what it is")
     parser.add_argument("--cases", nargs="*", choices=CASES, help="left out: those of the table")
     parser.add_argument("--missing", action="store_true", help="leave out what results has")
@@ -615,7 +619,11 @@ def main() -> None:
     parser.add_argument("--note", default="")
     args = parser.parse_args()
     args.cases = args.cases or list(TIMED if args.part == "speed" else CASES)
-    args.given = {SHRUNK: args.shrunk, FILE: args.file}
+    files = {gguf_type(path): path for path in args.file}
+    if unknown := [kind for kind in files if kind not in FILES]:
+        parser.error(f"--file {unknown[0]}: the name of a file has one of {', '.join(FILES)}")
+    files.setdefault("Q4_1", need_smollm2())
+    args.given = {SHRUNK: args.shrunk, **{case: files.get(kind) for kind, case in FILES.items()}}
     args.cases = [c for c in args.cases if args.given.get(c, Path())]
     if args.part == "one":
         answer(args.cases[0], args.given)
@@ -628,10 +636,11 @@ def main() -> None:
     elif args.part == "start":
         measure_start(args)
     elif args.part == "file":
-        if args.file is None:
-            parser.error("file needs --file, where llama.cpp's Q4_0 is to be kept")
-        command = llama(args.llama_python, "llama.cpp Q4_0", str(args.file))
-        subprocess.run(command, stdin=subprocess.DEVNULL, check=True)
+        if not args.file:
+            parser.error("file needs --file, where llama.cpp's files are to be kept")
+        for path in args.file:
+            command = llama(args.llama_python, f"llama.cpp {gguf_type(path)}", str(path))
+            subprocess.run(command, stdin=subprocess.DEVNULL, check=True)
     else:
         measure_speed(args)
 

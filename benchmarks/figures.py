@@ -142,6 +142,7 @@ def cpu_speed() -> str:
         **{case: (case.replace("llama.cpp ", "llama.cpp, "), color) for color, case in enumerate(cpu_decode.LLAMA, 1)},
     }
     lines = [n for n in newest("cpu_decode") if n["device"] == cpu_decode.ARM and n["metric"] != cpu_decode.PROMPT]
+    names = {case: name for case, name in names.items() if any(n["case"] == case for n in lines)}
     quality = {n["case"]: n["value"] for n in lines if n["metric"] == "perplexity"}
     quality |= {n["case"]: n["value"] for n in lines if n["metric"] == "perplexity_by_token"}
     speed = {(n["case"], n["config"]["threads"]): n["value"] for n in lines if n["config"].get("clock") == "wall"}

@@ -47,11 +47,11 @@ PAGE, CELLS = HERE / "support.md", HERE / "support_cells.json"
 BEGIN, END = "<!-- support -->", "<!-- /support -->"
 # What is tried, and the Formats it stands for: tables differ in their numbers only.
 FORMATS: dict[str, tuple[str, ...]] = {
-    **{kind: (kind,) for kind in ("dense", "int2", "int3", "int4", "int8")},
+    **{kind: (kind,) for kind in ("dense", "int2", "int3", "int4", "int8", "int4:min")},
     "nf3": tuple(TABLES),
     **{kind: (kind,) for kind in ("fp8", "sparse24", "sparse24+int4")},
 }
-assert sorted(chain(*FORMATS.values())) == sorted((*SPELLINGS, "sparse24+int4")), "a Format has no column"
+assert sorted(chain(*FORMATS.values())) == sorted((*SPELLINGS, "int4:min", "sparse24+int4")), "a Format has no column"
 TOKENS = torch.randint(1, 60, (2, 24), generator=torch.Generator().manual_seed(1))
 OWN = "model's forward"
 

@@ -17,6 +17,7 @@ _PUBLIC = {
     "Format": "shoestring.formats",
     "FormatLinear": "shoestring.formats",
     "IntAsym": "shoestring.formats",
+    "IntOffset": "shoestring.formats",
     "Sparse24": "shoestring.formats",
     "Stacked": "shoestring.formats",
     "convert": "shoestring.formats",

@@ -29,10 +29,10 @@ pytestmark = pytest.mark.skipif(int8_activations.refusal() is not None, reason=s
 SPEC = ModelSpec(96, 64, 2, 4, 2, 16, 128, 64, bos_id=1, eos_id=2)
 
 
-def packed_model(**settings: object) -> Decoder:
-    torch.manual_seed(0)
+def packed_model(label: str = "int4:g32", seed: int = 0) -> Decoder:
+    torch.manual_seed(seed)
     model = Decoder(SPEC)
-    convert(model, [("*", IntAsym(**{"bits": 4, "group": 32, **settings}))])  # type: ignore[arg-type]
+    convert(model, [("*", parse_format(label))])
     pack(model)
     return model
 
@@ -56,8 +56,12 @@ def test_close_but_not_equal() -> None:
     assert all(m.decoded is None for m in model.modules() if isinstance(m, Int8Host))
 
 
-def test_saved_moved_loaded_and_unpacked_as_any_packed_model(tmp_path: Path) -> None:
-    model = packed_model()
+OFFSETS = pytest.param("int4:min:g32", marks=pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler"))
+
+
+@pytest.mark.parametrize("label", ["int4:g32", OFFSETS])
+def test_saved_moved_loaded_and_unpacked_as_any_packed_model(label: str, tmp_path: Path) -> None:
+    model = packed_model(label)
     save_model(tmp_path / "a", model)
     before = logits(model)
     quantize_activations(model)
@@ -68,10 +72,7 @@ def test_saved_moved_loaded_and_unpacked_as_any_packed_model(tmp_path: Path) -> 
     quantize_activations(other)
     assert torch.equal(logits(other), rounded)
     # New weights are noticed, and so is a dtype that the operator does not take.
-    torch.manual_seed(1)
-    changed = Decoder(SPEC)
-    convert(changed, [("*", IntAsym(4, 32))])
-    pack(changed)
+    changed = packed_model(label, seed=1)
     other.load_state_dict(changed.state_dict())
     assert distance(logits(other), logits(changed)) < 0.05
     x = torch.randn(3, 64, dtype=torch.float64)
@@ -128,6 +129,30 @@ def test_who_multiplies(is_arm: bool, compiler: str | None, monkeypatch: pytest.
         got, exact = layer(x[:, : layer.in_features]), wanted.get_submodule(names[0])(x[:, : layer.in_features])
     assert layer.tiled is (layer.int8 is None) is (not is_arm and compiler is not None)
     assert (got - exact).norm() < 0.02 * exact.norm()
+
+
+@pytest.mark.parametrize("is_arm", [True, False])
+@pytest.mark.parametrize("compiler", [True, False])
+def test_offsets_need_our_own_kernel(is_arm: bool, compiler: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if compiler and find_compiler() is None:
+        pytest.skip("needs a C++ compiler")
+    if is_arm and int8_activations.unusable() is not None:
+        pytest.skip(str(int8_activations.unusable()))
+    monkeypatch.setattr(int8_activations, "has_arm_kernels", lambda: is_arm)
+    if not compiler:
+        monkeypatch.setattr(int8_activations, "find_compiler", lambda: None)
+        monkeypatch.setattr(int8_activations, "usable", lambda: False)
+    torch.manual_seed(0)
+    model = Decoder(SPEC)
+    convert(model, [("*.mlp.*", parse_format("int4:min:g32")), ("*", parse_format("int4:g32"))])
+    pack(model)
+    before = logits(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        names = quantize_activations(model)
+    assert any("attn" in name for name in names) and any("mlp" in name for name in names) is compiler
+    assert all(model.get_submodule(name).tiled for name in names if "mlp" in name)
+    assert 0 < distance(logits(model), before) < 0.05
 
 
 def test_an_untied_8_bit_head(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ LABELS = [
     *("dense", "int2:g64", "int3:g32", "int4:g64", "int8:g0", "int4:g32:bfloat16"),
     *("nf2:s2:g64", "nf3:s2:g64", "nf3:s1:g0", "nf4:s2:g64", "nf4:s1:g32", "fp3:s2:g64", "fp4:s1:g32:bfloat16"),
     *("fp8", "fp8:b128", "fp8:bfloat16"),
-    *("int4:sym:g64", "int8:sym:g0:bfloat16"),
+    *("int4:sym:g64", "int8:sym:g0:bfloat16", "int4:min:g32", "int2:min:g0:bfloat16", "int8:min:g32:fixed"),
     *("int3:g64:fixed", "int4:sym:g32:fixed", "nf3:s2:g64:fixed"),
     *("int2:g64:learned", "int3:g0:learned", "int4:sym:g32:bfloat16:learned"),
     *("nf3:s2:g64:learned", "fp4:s1:g32:learned", "nf2:s2:g0:learned"),
@@ -66,7 +66,19 @@ def test_law_1_error_stays_within_the_stated_bound(format: Format, dtype: torch.
 
 
 @pytest.mark.parametrize(
-    "label", ["int2:g8", "int3:g8", "int4:g16", "int8:g0", "nf2:g8", "nf3:g8", "nf4:s1:g16", "fp4:g8"]
+    "label",
+    [
+        "int2:g8",
+        "int3:g8",
+        "int4:g16",
+        "int8:g0",
+        "int4:min:g8",
+        "int8:min:g16",
+        "nf2:g8",
+        "nf3:g8",
+        "nf4:s1:g16",
+        "fp4:g8",
+    ],
 )
 @settings(max_examples=60, deadline=None)
 @given(
@@ -159,6 +171,7 @@ def compiled_equals_eager(format: Format, dtype: torch.dtype, device: str) -> No
         ("int3:g32", torch.float32),
         ("fp8:b128", torch.bfloat16),
         ("int4:g64", torch.bfloat16),
+        ("int4:min:g32", torch.bfloat16),
         ("nf3:s2:g64", torch.bfloat16),
         ("fp4:s1:g32:bfloat16", torch.float32),
         ("sparse24:soft:mvue", torch.bfloat16),

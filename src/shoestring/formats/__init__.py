@@ -19,6 +19,7 @@ from shoestring.formats.float_asym import FloatAsym
 from shoestring.formats.fp8 import Fp8
 from shoestring.formats.groups import GridFormat
 from shoestring.formats.int_asym import IntAsym
+from shoestring.formats.int_offset import IntOffset
 from shoestring.formats.linear import FormatHost, FormatLinear
 from shoestring.formats.registry import FORMATS, from_json, parse_format
 from shoestring.formats.self_check import self_check
@@ -39,6 +40,7 @@ __all__ = [
     "Fp8",
     "GridFormat",
     "IntAsym",
+    "IntOffset",
     "Parts",
     "Slorb",
     "Sparse24",

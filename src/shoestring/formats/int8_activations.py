@@ -27,6 +27,7 @@ from shoestring.errors import UserError
 from shoestring.formats.base import Parts
 from shoestring.formats.convert import format_hosts, format_linears
 from shoestring.formats.int_asym import IntAsym
+from shoestring.formats.int_offset import IntOffset
 from shoestring.formats.linear import FormatHost, FormatLinear, is_sharded
 from shoestring.formats.linear import compute_dtype as multiplied_in
 from shoestring.kernels.lowbit.packing import pack_bits, unpack_bits
@@ -97,12 +98,17 @@ class Int8Host(FormatHost):
     def in_stored_order(self, operands: Parts) -> Parts:
         if not self.tiled:
             return super().in_stored_order(operands)
-        format, (codes, scale, zero) = format_of(self), untile(self.tiles())
-        scale = scale.to(getattr(torch, format.scale_dtype))
-        return {"codes": pack_bits(codes, format.bits), "scale": scale.contiguous(), "zero": zero.contiguous()}
+        format, (codes, scale, shift) = format_of(self), untile(self.tiles())
+        scale_dtype = getattr(torch, format.scale_dtype)
+        parts = {"codes": pack_bits(codes, format.bits), "scale": scale.to(scale_dtype).contiguous()}
+        if isinstance(format, IntOffset):
+            return {**parts, "offset": shift.to(scale_dtype).contiguous()}
+        return {**parts, "zero": shift.contiguous()}
 
     def _takes_tiles(self) -> bool:
-        return self.device.type == "cpu" and has_own_kernel() and usable()
+        # Torch has no kernel for offsets.
+        own = has_own_kernel() or isinstance(self.format, IntOffset)
+        return self.device.type == "cpu" and own and usable()
 
     def unpack(self, dtype: torch.dtype = torch.float32) -> None:
         self.int8 = None
@@ -124,14 +130,15 @@ def _rounding(kind: type[FormatHost]) -> type[FormatHost]:
     return type(f"Int8{kind.__name__}", (Int8Host, kind), {})
 
 
-def format_of(host: FormatHost) -> IntAsym:
-    assert isinstance(host.format, IntAsym) and host.packed
+def format_of(host: FormatHost) -> IntAsym | IntOffset:
+    assert isinstance(host.format, IntAsym | IntOffset) and host.packed
     return host.format
 
 
-def _tile(parts: Parts, format: IntAsym) -> Parts:
-    made = tile_weight(parts["codes"], parts["scale"], parts["zero"], format.bits)
-    return {"tiles": made.codes, "tile_scale": made.scale, "tile_zero": made.zero}
+def _tile(parts: Parts, format: IntAsym | IntOffset) -> Parts:
+    shift = parts["offset"] if isinstance(format, IntOffset) else parts["zero"]
+    made = tile_weight(parts["codes"], parts["scale"], shift, format.bits)
+    return {"tiles": made.codes, "tile_scale": made.scale, "tile_shift": made.shift}
 
 
 def torch_operands(hosts: Sequence[FormatHost]) -> Operands:
@@ -164,7 +171,7 @@ def has_int8_kernel(host: FormatHost) -> bool:
     format = host.format
     return (
         host.packed
-        and isinstance(format, IntAsym)
+        and (isinstance(format, IntAsym) or (isinstance(format, IntOffset) and usable()))
         and usable_group(format.group, host.shape[1])
         and not is_sharded(next(iter(host.buffers())))
     )

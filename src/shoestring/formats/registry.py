@@ -1,7 +1,7 @@
 """Formats by name: the short spelling of a command line, and the JSON of packed checkpoints.
 
     parse_format("int4")  parse_format("nf3:g128")  parse_format("nf3:s1:g32")  parse_format("dense")
-    parse_format("int8:sym:g0")  parse_format("fp8")  parse_format("fp8:b128:bfloat16")
+    parse_format("int8:sym:g0")  parse_format("int4:min:g32")  parse_format("fp8")  parse_format("fp8:b128:bfloat16")
     parse_format("sparse24")  parse_format("sparse24:tile:held:mvue")  parse_format("sparse24+int4:g64")
 
 `parse_format(f.label) == f` and `from_json(f.to_json()) == f` for every Format. Register your own
@@ -21,11 +21,14 @@ from shoestring.formats.float_asym import TABLES, FloatAsym
 from shoestring.formats.fp8 import Fp8
 from shoestring.formats.groups import SCALE_DTYPES
 from shoestring.formats.int_asym import IntAsym
+from shoestring.formats.int_offset import IntOffset
 from shoestring.formats.slorb import Slorb
 from shoestring.formats.sparse24 import Sparse24
 from shoestring.formats.stacked import Stacked
 
-FORMATS: dict[str, type[Format]] = {f.name: f for f in (Dense, IntAsym, FloatAsym, Fp8, Sparse24, Stacked, Slorb)}
+FORMATS: dict[str, type[Format]] = {
+    f.name: f for f in (Dense, IntAsym, IntOffset, FloatAsym, Fp8, Sparse24, Stacked, Slorb)
+}
 SPELLINGS = ("dense", "int2", "int3", "int4", "int8", *TABLES, "fp8", "sparse24")
 SPARSE24_OPTIONS: dict[str, dict[str, Any]] = {
     "tile": {"select": "tile"},
@@ -37,9 +40,9 @@ SPARSE24_OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def parse_format(text: str) -> Format:
-    """`<kind>[:sym][:g<group>][:s<scales>][:fixed|:learned]`: kind as in SPELLINGS, sym for int only, g0 or
-    per-channel for one group per row, scales for nf and fp only, fixed or learned for a grid that is kept as
-    state. `fp8[:b128][:bfloat16]`: a scale per row, or per block of 128 x 128.
+    """`<kind>[:sym|:min][:g<group>][:s<scales>][:fixed|:learned]`: kind as in SPELLINGS, sym and min (IntOffset) for
+    int only, g0 or per-channel for one group per row, scales for nf and fp only, fixed or learned for a grid that is
+    kept as state. `fp8[:b128][:bfloat16]`: a scale per row, or per block of 128 x 128.
     `sparse24[:tile|:soft][:held][:mvue][:fp8]` stands alone, or before a `+` and the kind of the kept values;
     `+slorb<inputs>[:trained]` after either adds a branch.
     """
@@ -75,7 +78,11 @@ def parse_format(text: str) -> Format:
         return Fp8(**settings)
     if head in TABLES:
         return FloatAsym(table=head, **settings)
-    return IntAsym(bits=int(head[3:]), **settings)
+    if not settings.pop("offset", False):
+        return IntAsym(bits=int(head[3:]), **settings)
+    if "symmetric" in settings:
+        raise UserError(f"Format {text!r}: levels that begin at the smallest weight are not symmetric; leave out one.")
+    return IntOffset(bits=int(head[3:]), **settings)
 
 
 def _quantized_option(head: str, option: str) -> dict[str, Any] | None:
@@ -95,6 +102,8 @@ def _quantized_option(head: str, option: str) -> dict[str, Any] | None:
         return {"group": 0}
     if option == "sym" and head.startswith("int"):
         return {"symmetric": True}
+    if option == "min" and head.startswith("int"):
+        return {"offset": True}
     if letter == "g" and number.isdigit():
         return {"group": int(number)}
     if letter == "s" and number.isdigit() and head in TABLES:

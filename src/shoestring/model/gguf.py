@@ -2,8 +2,8 @@
 
 `GgufSource` knows where each of our tensors lies in the file and decodes it when it is read, only the rows that are
 asked for: the file is mapped, and no second copy of the model is held. With `packed` quantized matrices become packed
-layers instead: Q4_0, Q5_0 and Q8_0 exactly (gguf_blocks.GRIDS), other kinds are rounded once more, to 8 bits in groups
-of 32.
+layers instead: the kinds of gguf_blocks.GRIDS as they are (of Q4_K and Q5_K scales are rounded to 16 bits), others
+are rounded once more, to 8 bits in groups of 32.
 
 A file is translated completely or refused: unknown tensors, missing tensors, unknown block types, and arithmetic that
 the decoder does not have are errors, because a model that is almost right gives almost sensible text. The architecture
@@ -27,6 +27,7 @@ from shoestring.errors import UserError, shown
 from shoestring.formats.base import Parts
 from shoestring.formats.convert import format_hosts
 from shoestring.formats.int_asym import IntAsym
+from shoestring.formats.quantized import QuantizedFormat
 from shoestring.model.gguf_blocks import BLOCK, FLOAT_KINDS, GRIDS, decode_grid
 from shoestring.model.gguf_file import GgufFile, GgufTensor
 from shoestring.model.gguf_names import Place, architecture_named, from_interleaved, place_of, stored_shape
@@ -36,7 +37,6 @@ from shoestring.model.tokenizer import Tokenizer
 from shoestring.model.transformer import Decoder
 from shoestring.state.boxes import Box
 
-PARTS = ("codes", "scale", "zero")  # of an IntAsym weight
 ENCODED_ROWS = 8192  # at a time: values are in fp32
 
 
@@ -136,7 +136,8 @@ class GgufSource:
 
     def check_names(self, expected: set[str]) -> None:
         known = {n for n in self.shapes if n.removesuffix(".weight") not in self.formats}
-        known |= {f"{module}.weight_{part}" for module in self.formats for part in PARTS}
+        parts = {module: ("codes", *format.grid_names) for module, format in self._grids.items()}
+        known |= {f"{module}.weight_{part}" for module in parts for part in parts[module]}
         if expected != known:
             other = sorted(expected ^ known)[0]
             raise UserError(f"{self.path} and the model differ in {other!r}; build the model with the spec of the file")
@@ -177,14 +178,14 @@ class GgufSource:
         return fetch(tensor, slice(rows.start + start, rows.stop + start))
 
     # -- packed ----------------------------------------------------------------------------------------------
-    def _integer_grids(self) -> dict[str, IntAsym]:
+    def _integer_grids(self) -> dict[str, QuantizedFormat]:
         """The Formats of the matrices that are quantized in the file."""
-        found = {}
+        found: dict[str, QuantizedFormat] = {}
         for module in self._hosts:
             name = f"{module}.weight"
             kind = self.file.tensors[self._places[name].name].kind
             if kind not in FLOAT_KINDS and self.shapes[name][1] % BLOCK == 0:
-                found[module] = GRIDS[kind][0] if kind in GRIDS else IntAsym(8, BLOCK)
+                found[module] = GRIDS.get(kind, IntAsym(8, BLOCK))
         return found
 
     def _parts(self, module: str) -> Parts:
@@ -192,11 +193,18 @@ class GgufSource:
         place, (num_rows, width) = self._places[name], self.shapes[name]
         kind = self.file.tensors[place.name].kind
         if kind in GRIDS:
-            return decode_grid(self._rows(place, slice(0, num_rows), self.file.blocks), kind)
+            parts = decode_grid(self._rows(place, slice(0, num_rows), self.file.blocks), kind)
+            return self._checked(parts, place.name) if kind.endswith("_K") else parts
         made = []
         for start in range(0, num_rows, ENCODED_ROWS):
             w_NK = self._values(name, Box((start, 0), (min(start + ENCODED_ROWS, num_rows), width)))
             if not bool(w_NK.isfinite().all()):  # rounding would hide them
                 raise UserError(f"{self.path}: tensor {place.name} has NaN or infinite values; it is damaged")
             made.append(self._grids[module].encode(w_NK, {}))
-        return {part: torch.cat([m[part] for m in made]) for part in PARTS}
+        return {part: torch.cat([m[part] for m in made]) for part in made[0]}
+
+    def _checked(self, parts: Parts, tensor: str) -> Parts:
+        """Of a K type, whose scales are products that are rounded to fp16."""
+        if not all(bool(parts[part].isfinite().all()) for part in ("scale", "offset")):
+            raise UserError(f"{self.path}: tensor {tensor} has values beyond fp16; it is damaged")
+        return parts

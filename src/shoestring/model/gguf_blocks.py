@@ -1,14 +1,18 @@
 """Weights as the blocks of GGUF: exactly where our grid is one of llama.cpp's, rounded and measured otherwise.
 
-An integer weight of ours is (q - z) * s with a 16-bit scale s per group. llama.cpp's blocks have 32 weights each:
+An integer weight of ours is (q - z) * s with a 16-bit scale s per group (IntAsym), or q * s + m with m in 16 bits, too
+(IntOffset). llama.cpp's blocks have 32 weights each:
 
     Q4_0  d * n,  -8 <= n < 8       Q5_0  d * n,  -16 <= n < 16      Q8_0  d * n,  -128 <= n < 128
     Q4_1  d * q + m,  0 <= q < 16   Q5_1  d * q + m,  0 <= q < 32
 
-With d = s and n = q - z the first three hold our values bit for bit (`decode_grid` reads them back), as far as n fits:
-symmetric int4 and all of int2 and int3 are Q4_0, asymmetric int4 is Q5_0, symmetric int8 is Q8_0. Q4_1 keeps the codes
-of int4 in half a bit less than Q5_0 and rounds m = -z * s to fp16; that is exact for some groups only. Groups must be
-multiples of 32.
+With d = s and n = q - z the first three hold the values of IntAsym bit for bit, as far as n fits: symmetric int4 and
+all of int2 and int3 are Q4_0, asymmetric int4 is Q5_0, symmetric int8 is Q8_0. Q4_1 keeps the codes of int4 in half a
+bit less than Q5_0 and rounds m = -z * s to fp16; that is exact for some groups only. Q4_1 and Q5_1 hold IntOffset.
+Groups must be multiples of 32.
+
+`decode_grid` reads all five back. Q4_K and Q5_K are Q4_1 and Q5_1 whose eight pairs of d and m are products of two
+fp16 numbers and of 6-bit integers: they are read with the products rounded to fp16.
 
 Every result is decoded again and compared, so "exact" is a measurement. All other weights go through the quantizers of
 the `gguf` package.
@@ -29,6 +33,8 @@ from shoestring.formats import Format
 from shoestring.formats.base import Parts
 from shoestring.formats.groups import group_width
 from shoestring.formats.int_asym import IntAsym
+from shoestring.formats.int_offset import IntOffset
+from shoestring.formats.quantized import QuantizedFormat
 from shoestring.kernels.lowbit.packing import unpack_bits
 
 BLOCK = 32
@@ -38,14 +44,19 @@ FLOAT_KINDS = ("F32", "F16", "BF16")
 KINDS = ("MXFP4", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16", "BF16", "F32")
 _LOWEST = {"Q4_0": -8, "Q5_0": -16, "Q8_0": -128}  # n of these begins here, and ends at its negative
 _OFFSET_TOP = {"Q4_1": 16, "Q5_1": 32}
-_BLOCK_BYTES = {"Q4_0": 18, "Q5_0": 22, "Q8_0": 34}
+_BLOCK_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34, "Q4_K": 144, "Q5_K": 176}
 
-# Kinds whose values are those of a Format of ours, and its zero point.
-GRIDS = {
-    "Q4_0": (IntAsym(4, BLOCK, symmetric=True), 8),
-    "Q5_0": (IntAsym(8, BLOCK), 16),
-    "Q8_0": (IntAsym(8, BLOCK, symmetric=True), 128),
+# Kinds whose values are those of a Format of ours.
+GRIDS: dict[str, QuantizedFormat] = {
+    "Q4_0": IntAsym(4, BLOCK, symmetric=True),
+    "Q5_0": IntAsym(8, BLOCK),
+    "Q8_0": IntAsym(8, BLOCK, symmetric=True),
+    "Q4_1": IntOffset(4, BLOCK),
+    "Q5_1": IntOffset(8, BLOCK),
+    "Q4_K": IntOffset(4, BLOCK),
+    "Q5_K": IntOffset(8, BLOCK),
 }
+_ZERO_POINTS = {"Q4_0": 8, "Q5_0": 16, "Q8_0": 128}
 
 
 @dataclass(frozen=True)
@@ -72,22 +83,23 @@ def encode_blocks(weight: Tensor, kind: str) -> Blocks:
 
 def encode_grid(format: Format, parts: Parts, weight: Tensor, kind: str) -> Blocks | None:
     """The codes of a packed weight in blocks of `kind`, None where they do not fit in there; `weight`: its values."""
-    if not isinstance(format, IntAsym) or group_width(weight.shape[1], format.group) % BLOCK:
+    if not isinstance(format, IntAsym | IntOffset) or group_width(weight.shape[1], format.group) % BLOCK:
         return None
     rows, repeats = weight.shape[0], group_width(weight.shape[1], format.group) // BLOCK
     scale = parts["scale"].repeat_interleave(repeats, dim=1)  # [rows, blocks]
-    zero = parts["zero"].repeat_interleave(repeats, dim=1).to(torch.int32)
+    shift = parts["offset" if isinstance(format, IntOffset) else "zero"].repeat_interleave(repeats, dim=1)
     codes = unpack_bits(parts["codes"], format.bits).view(rows, -1, BLOCK).to(torch.int32)
     half = scale.to(torch.float16)
     if not torch.equal(half.float(), scale.float()):
         return None
     if kind in _OFFSET_TOP:
-        offset = (-zero.float() * scale.float()).to(torch.float16)
+        offset = shift.float() if isinstance(format, IntOffset) else -shift.float() * scale.float()
+        offset = offset.to(torch.float16)
         if 2**format.bits > _OFFSET_TOP[kind] or not bool(offset.isfinite().all()):
             return None
         head, numbers = [half, offset], codes
-    elif kind in _LOWEST:
-        numbers, lowest = codes - zero[..., None], _LOWEST[kind]
+    elif kind in _LOWEST and isinstance(format, IntAsym):
+        numbers, lowest = codes - shift[..., None].to(torch.int32), _LOWEST[kind]
         if int(numbers.min()) < lowest or int(numbers.max()) >= -lowest:
             return None
         head, numbers = [half], numbers if kind == "Q8_0" else numbers - lowest
@@ -98,22 +110,51 @@ def encode_grid(format: Format, parts: Parts, weight: Tensor, kind: str) -> Bloc
 
 
 def decode_grid(data: Tensor, kind: str) -> Parts:
-    """Blocks of a kind of GRIDS, bytes [rows, n], as parts of its Format: the same values, bit for bit."""
-    middle = GRIDS[kind][1]
+    """Blocks of a kind of GRIDS, bytes [rows, n], as parts of its Format: the same values, bit for bit, but for what K
+    types round."""
     blocks = data.view(len(data), -1, _BLOCK_BYTES[kind])
-    scale = blocks[..., :2].contiguous().view(torch.float16)[..., 0]
+    if kind in ("Q4_K", "Q5_K"):
+        return _decode_k(blocks, kind)
+    numbers = blocks[..., : 4 if kind in _OFFSET_TOP else 2].contiguous().view(torch.float16)
+    scale, nibbles = numbers[..., 0], blocks[..., -BLOCK // 2 :]  # of weights i and i + 16
     if kind == "Q8_0":
         codes = blocks[..., 2:] ^ 128  # n + 128
+    elif kind in ("Q4_0", "Q4_1"):
+        codes = torch.cat([_pairs(nibbles & 15), _pairs(nibbles >> 4)], dim=-1)
     else:
-        nibbles = blocks[..., -BLOCK // 2 :]  # of weights i and i + 16
-        if kind == "Q4_0":
-            even, odd = nibbles[..., ::2], nibbles[..., 1::2]
-            codes = torch.cat([even & 15 | odd << 4, even >> 4 | odd & 240], dim=-1)  # as packing.py has them
-        else:
-            fifth = blocks[..., 2:6, None] >> torch.arange(8, dtype=torch.uint8) & 1
-            codes = torch.cat([nibbles & 15, nibbles >> 4], dim=-1) | fifth.flatten(-2) << 4
-    zero = torch.full(scale.shape, middle, dtype=torch.uint8)
-    return {"codes": codes.flatten(1), "scale": scale, "zero": zero}
+        codes = torch.cat([nibbles & 15, nibbles >> 4], dim=-1) | _bits(blocks[..., -20:-16]) << 4
+    parts = {"codes": codes.flatten(1), "scale": scale.contiguous()}
+    if kind in _OFFSET_TOP:
+        return {**parts, "offset": numbers[..., 1].contiguous()}
+    return {**parts, "zero": torch.full(scale.shape, _ZERO_POINTS[kind], dtype=torch.uint8)}
+
+
+def _decode_k(blocks: Tensor, kind: str) -> Parts:
+    """Blocks of 256 weights: d, dmin, twelve bytes with eight scales and minima of 6 bits, at 5 bits 32 bytes with the
+    highest bit of every weight, four runs of 32 bytes with the rest of 64 weights."""
+    d, d_min = blocks[..., :4].contiguous().view(torch.float16).float().unsqueeze(-2).unbind(-1)
+    first, second, third = blocks[..., 4:16].unflatten(-1, (3, 4)).unbind(-2)
+    scales = torch.cat([first & 63, third & 15 | first >> 6 << 4], dim=-1)
+    minima = torch.cat([second & 63, third >> 4 | second >> 6 << 4], dim=-1)
+    runs = blocks[..., -128:].unflatten(-1, (4, 32))
+    if kind == "Q4_K":
+        codes = torch.stack([_pairs(runs & 15), _pairs(runs >> 4)], dim=-2)
+    else:
+        # Bit i of byte l belongs to weight l of 32 in group i.
+        fifth = (blocks[..., 16:48, None] >> torch.arange(8, dtype=torch.uint8) & 1).mT.unflatten(-2, (4, 2))
+        codes = torch.stack([runs & 15, runs >> 4], dim=-2) | fifth << 4
+    scale, offset = (d * scales).to(torch.float16), (-d_min * minima).to(torch.float16)
+    return {"codes": codes.flatten(1), "scale": scale.flatten(1), "offset": offset.flatten(1)}
+
+
+def _pairs(codes: Tensor) -> Tensor:
+    """Two neighbours a byte, as packing.py has codes of 4 bits."""
+    return codes[..., ::2] | codes[..., 1::2] << 4
+
+
+def _bits(data: Tensor) -> Tensor:
+    """The bits of bytes, from the lowest one on, one per byte."""
+    return (data[..., None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten(-2)
 
 
 def _packed(numbers: Tensor, kind: str) -> list[Tensor]:

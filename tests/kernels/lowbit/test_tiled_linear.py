@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shoestring.errors import UserError
-from shoestring.formats import parse_format
+from shoestring.formats import Parts, parse_format
 from shoestring.kernels.lowbit import tiled_linear as kernel
 from shoestring.kernels.lowbit.packing import unpack_bits
 from shoestring.kernels.lowbit.tiled_linear import (
@@ -29,7 +29,7 @@ from shoestring.kernels.runtime import cpp
 
 pytestmark = pytest.mark.skipif(cpp.find_compiler() is None, reason="needs a C++ compiler")
 LABELS = ["int4:sym:g32", "int4:g64:bfloat16", "int4:g0", "int4:g96", "int3:g32", "int2:g64"]
-LABELS += ["int8:g0", "int8:sym:g64", "int8:g32"]
+LABELS += ["int8:g0", "int8:sym:g64", "int8:g32", "int4:min:g32", "int3:min:g64:bfloat16", "int8:min:g0"]
 # What is taken from the processor: nothing, the newer instructions, all of them.
 WITHOUT = {
     "all": "",
@@ -50,11 +50,15 @@ def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(kernel, "_library", lambda: library)
 
 
+def shift_of(parts: Parts) -> Tensor:
+    return parts["zero"] if "zero" in parts else parts["offset"]
+
+
 def made(label: str, w: Tensor) -> tuple[TiledWeight, Tensor, int]:
     """Tiles, the decoded weight, its group."""
     format = parse_format(label)
     parts = format.encode(w, {})
-    tiles = tile_weight(parts["codes"], parts["scale"], parts["zero"], format.bits)  # type: ignore[attr-defined]
+    tiles = tile_weight(parts["codes"], parts["scale"], shift_of(parts), format.bits)  # type: ignore[attr-defined]
     return tiles, format.decode(parts, torch.float32), w.shape[1] // parts["scale"].shape[1]
 
 
@@ -136,14 +140,14 @@ def test_tiles_are_those_of_plain_torch_and_rows_are_found_in_them(label: str) -
     for wrong in (-1, 104):
         with pytest.raises(IndexError):
             decode_tiles(tiles, torch.tensor([0, wrong]))
-    codes, scale, zero = untile(tiles)
-    assert torch.equal(codes, codes_NK) and torch.equal(zero, parts["zero"])
+    codes, scale, shift = untile(tiles)
+    assert torch.equal(codes, codes_NK) and torch.equal(shift, shift_of(parts).to(shift.dtype))
     assert torch.equal(scale, parts["scale"].float())
 
 
 def test_the_operator_in_compiled_programs() -> None:
     tiles, _, _ = made("int4:g64", torch.randn(24, 64))
-    tensors = tiles.codes, tiles.scale, tiles.zero
+    tensors = tiles.codes, tiles.scale, tiles.shift
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(kernel._tiled_linear_op, (torch.randn(5, 64), *tensors, 4, 24), test_utils=checks)
     compiled = torch.compile(lambda x: tiled_linear(x + 1, tiles) * 2, fullgraph=True, backend="eager", dynamic=True)

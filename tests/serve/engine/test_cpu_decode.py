@@ -340,8 +340,8 @@ def test_rows_do_not_depend_on_each_other(name: str, threads: int) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("label", ["int4:sym:g32", "int4:g0", "int3:g32", "int2:sym:g32", "int8:g32"])
-@pytest.mark.parametrize("head", ["", "int8:g32", "int4:g64"])
+@pytest.mark.parametrize("label", ["int4:sym:g32", "int4:g0", "int3:g32", "int2:sym:g32", "int8:g32", "int4:min:g32"])
+@pytest.mark.parametrize("head", ["", "int8:g32", "int4:g64", "int8:min:g32"])
 def test_formats_and_heads(label: str, head: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert agrees(served(label=label, head=head), monkeypatch, num=5)
 
@@ -375,7 +375,7 @@ def test_prompts_and_single_tokens_share_their_tiles(monkeypatch: pytest.MonkeyP
     assert {m.codes for m in (*matrices, step._model.head)} == {host.weight_tiles.data_ptr() for host in hosts}
     for host in hosts:  # and hold nothing else
         names = {name for name, _ in host.named_buffers(recurse=False)}
-        assert names == {f"weight_tile{rest}" for rest in ("s", "_scale", "_zero")} and host.int8 is None
+        assert names == {f"weight_tile{rest}" for rest in ("s", "_scale", "_shift")} and host.int8 is None
 
 
 @needs_compiler

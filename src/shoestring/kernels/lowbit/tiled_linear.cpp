@@ -74,8 +74,9 @@ extern "C" bool decode_tiles(const Matrix *m, const int64_t *index, int64_t num,
           own[k + j] = code;
         }
       for (int64_t g = 0; g < groups; ++g) {
-        const float scale = m->scale[(t * groups + g) * ROWS + row], zero = m->zero[(t * groups + g) * ROWS + row];
-        for (int64_t k = g * m->group; k < (g + 1) * m->group; ++k) own[k] = (own[k] - zero) * scale;
+        const int64_t at = (t * groups + g) * ROWS;
+        const float scale = m->scale[at + row], zero = zeros_of(*m, at)[row], offset = m->offset ? m->offset[at + row] : 0;
+        for (int64_t k = g * m->group; k < (g + 1) * m->group; ++k) own[k] = (own[k] - zero) * scale + offset;
       }
     }
   };

@@ -1,13 +1,13 @@
 """Integer weights times activations that are rounded to 8 bits on the way: our own C++, for CPUs.
 
-    y = x W^T,  W[n, k] = (q[n, k] - z[n, g]) * s[n, g],  g the group of k
+    y = x W^T,  W[n, k] = (q[n, k] - z[n, g]) * s[n, g]  or  q[n, k] * s[n, g] + m[n, g],  g the group of k
     x' = x rounded, block by block, to 255 levels between plus and minus the largest magnitude of a block
     a block is 64 inputs, or 32 where 64 does not divide a group
 
 For processors where torch has a portable loop only (all but Arm; w4a8.py): AVX-512 VNNI, AVX2, Arm's dot products or
-a loop, as the machine's own compiler builds it (runtime/cpp.py). Codes of 2 and 3 bits are held as 4. Scales and zero
-points are used as they are stored. The decode step of a whole model (serve/engine/cpu_decode.cpp) reads the same tiles
-and shares tiles.h.
+a loop, as the machine's own compiler builds it (runtime/cpp.py). Codes of 2 and 3 bits are held as 4. Scales, zero
+points and offsets are used as they are stored. The decode step of a whole model (serve/engine/cpu_decode.cpp) reads
+the same tiles and shares tiles.h.
 
 This is not x W^T, so it is opt-in: `error_bound`. `rounded` is the reference of x'. Left out: gradients.
 """
@@ -40,7 +40,7 @@ class CMatrix(ctypes.Structure):
 
     _fields_ = [
         *((n, ctypes.c_int64) for n in ("rows", "width", "group", "bits")),
-        *((n, ctypes.c_void_p) for n in ("codes", "scale", "zero", "bias")),
+        *((n, ctypes.c_void_p) for n in ("codes", "scale", "zero", "offset", "bias")),
     ]
 
 
@@ -52,16 +52,17 @@ class TiledWeight:
     outputs: int
     codes: Tensor  # uint8 [tiles, pieces, 4 quads, 8 rows, 4]
     scale: Tensor  # fp32 [tiles, groups, 8]
-    zero: Tensor  # uint8 [tiles, groups, 8]
+    shift: Tensor  # [tiles, groups, 8], zero points z in uint8 or offsets m in fp32
 
     def matrix(self, bias: Tensor | None = None) -> CMatrix:
         """Points into the tensors, and into `bias` (fp32 [rows]): they must outlive it."""
-        return _matrix(self.codes, self.scale, self.zero, self.bits, bias)
+        return _matrix(self.codes, self.scale, self.shift, self.bits, bias)
 
 
-def _matrix(codes: Tensor, scale: Tensor, zero: Tensor, bits: int, bias: Tensor | None = None) -> CMatrix:
+def _matrix(codes: Tensor, scale: Tensor, shift: Tensor, bits: int, bias: Tensor | None = None) -> CMatrix:
     width = codes.shape[1] * _run(bits)
-    pointers = map(pointer, (codes, scale, zero, bias))
+    zero, offset = (shift, None) if shift.dtype == torch.uint8 else (None, shift)
+    pointers = map(pointer, (codes, scale, zero, offset, bias))
     return CMatrix(len(codes) * ROWS, width, width // scale.shape[1], bits, *pointers)
 
 
@@ -70,15 +71,16 @@ def _run(bits: int) -> int:
     return 16 if bits == 8 else 32
 
 
-def tile_weight(codes_NB: Tensor, scale_NG: Tensor, zero_NG: Tensor, bits: int) -> TiledWeight:
-    """Of the stored parts: codes of `bits` bits (packing.py), scales and zero points [out, groups]."""
+def tile_weight(codes_NB: Tensor, scale_NG: Tensor, shift_NG: Tensor, bits: int) -> TiledWeight:
+    """Of the stored parts: codes of `bits` bits (packing.py), scales, zero points (uint8) or offsets [out, groups]."""
     outputs, held = len(codes_NB), held_bits(bits)
     rows, width = ceil_div(outputs, ROWS) * ROWS, codes_NB.shape[1] * 8 // bits
     codes = torch.empty(rows // ROWS, width // _run(held), 4, ROWS, 4, dtype=torch.uint8)
     library, stored, threads = _library(), codes_NB.contiguous(), torch.get_num_threads()
     assert library is not None  # see `usable`
     library.tile_codes(stored.data_ptr(), outputs, width, bits, codes.data_ptr(), threads, _pool())
-    padded = (F.pad(t, (0, 0, 0, rows - outputs)) for t in (scale_NG.float(), zero_NG))
+    shift_NG = shift_NG if shift_NG.dtype == torch.uint8 else shift_NG.float()
+    padded = (F.pad(t, (0, 0, 0, rows - outputs)) for t in (scale_NG.float(), shift_NG))
     return TiledWeight(held, outputs, codes, *(t.unflatten(0, (-1, ROWS)).mT.contiguous() for t in padded))
 
 
@@ -118,11 +120,11 @@ def decode_tiles(weight: TiledWeight, index: Tensor | None = None) -> Tensor:
 
 
 def untile(weight: TiledWeight) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes (one per byte) [out, in], scales and zero points [out, groups]."""
+    """Codes (one per byte) [out, in], scales and zero points or offsets [out, groups]."""
     codes = weight.codes.permute(0, 3, 1, 2, 4).flatten(3)  # [tiles, 8 rows, pieces, 16]
     if weight.bits == 4:
         codes = torch.stack([codes & 15, codes >> 4], 3)
-    found = codes.flatten(2), weight.scale.mT, weight.zero.mT
+    found = codes.flatten(2), weight.scale.mT, weight.shift.mT
     return tuple(t.flatten(0, 1)[: weight.outputs] for t in found)  # type: ignore[return-value]
 
 
@@ -175,12 +177,12 @@ def usable() -> bool:
 
 def tiled_linear(x_TK: Tensor, weight: TiledWeight) -> Tensor:
     """fp32 [T, in] -> [T, out]."""
-    tensors = weight.codes, weight.scale, weight.zero
+    tensors = weight.codes, weight.scale, weight.shift
     return call_operator(_tiled_linear_op, _tiled_linear, x_TK, *tensors, weight.bits, weight.outputs)
 
 
-def _tiled_linear(x_TK: Tensor, codes: Tensor, scale: Tensor, zero: Tensor, bits: int, outputs: int) -> Tensor:
-    matrix = _matrix(codes, scale, zero, bits)
+def _tiled_linear(x_TK: Tensor, codes: Tensor, scale: Tensor, shift: Tensor, bits: int, outputs: int) -> Tensor:
+    matrix = _matrix(codes, scale, shift, bits)
     assert x_TK.dtype == torch.float32 and x_TK.device.type == "cpu" and x_TK.shape[1] == matrix.width
     x_TK = x_TK.contiguous()
     y_TN = x_TK.new_empty(len(x_TK), outputs)
@@ -194,7 +196,7 @@ _tiled_linear_op = torch.library.custom_op("shoestring::tiled_linear", _tiled_li
 
 
 @_tiled_linear_op.register_fake
-def _(x_TK: Tensor, codes: Tensor, scale: Tensor, zero: Tensor, bits: int, outputs: int) -> Tensor:
+def _(x_TK: Tensor, codes: Tensor, scale: Tensor, shift: Tensor, bits: int, outputs: int) -> Tensor:
     return x_TK.new_empty(len(x_TK), outputs)
 
 

@@ -2,7 +2,8 @@
 // The text of a kernel follows this one in the same file (tiled_linear.py).
 //
 //   x' = level[b] * codes              a row of inputs in 8 bits, b the block of 64 or 32 inputs
-//   y  = x' W^T, W[n, k] = scale[n, g] * (code[n, k] - zero[n, g]), sums over a block in integers
+//   y  = x' W^T, W[n, k] = scale[n, g] * (code[n, k] - zero[n, g]), sums over a block in integers, or
+//                W[n, k] = scale[n, g] * code[n, k] + offset[n, g]
 //
 // Rows of a weight are stored in tiles of 8. A piece of a tile is 128 bytes, [4 quads][8 rows][4 inputs]: at 4 bits
 // the low halves belong to 16 inputs and the high halves to the next 16; at 8 bits both belong to the same 16.
@@ -34,9 +35,16 @@ struct Matrix {
   int64_t rows, width, group, bits;  // rows: a multiple of 8; 0: no matrix
   const uint8_t *codes;              // [rows / 8][width in pieces][128]
   const float *scale;                // [rows / 8][groups][8]
-  const uint8_t *zero;               // [rows / 8][groups][8]
+  const uint8_t *zero;               // [rows / 8][groups][8], or null: there are offsets
+  const float *offset;               // [rows / 8][groups][8], or null
   const float *bias;                 // [rows], or null
 };
+
+// The zero points of a tile's group, which begin at `at`.
+inline const uint8_t *zeros_of(const Matrix &m, int64_t at) {
+  static constexpr uint8_t NONE[ROWS] = {};
+  return m.zero ? m.zero + at : NONE;
+}
 
 // -- threads ------------------------------------------------------------------------------------------------
 
@@ -412,6 +420,11 @@ struct Sums {
 };
 #endif
 
+// Adds offset * x_sum for the 8 rows of a tile; x_sum: of a block of x', with its level.
+inline void add_offset(const float *offset, float x_sum, float *out) {
+  for (int row = 0; row < ROWS; ++row) out[row] = fused(offset[row], x_sum, out[row]);
+}
+
 // The 8 rows of tile `t` times R rows of inputs from `first` on: y [R][8].
 template <int BITS, int R>
 void product(const Matrix &m, int64_t t, const Inputs &in, int64_t first, float *y) {
@@ -427,7 +440,8 @@ void product(const Matrix &m, int64_t t, const Inputs &in, int64_t first, float 
       for (int64_t k = 0; k < in.block; k += STEP, x += STEP, piece += PIECE) sums.add(piece, x, m.width);
       for (int r = 0; r < R; ++r) {
         const float level = in.level[of_x + r * in.blocks], x_sum = in.sums[of_x + r * in.blocks];
-        sums.scale(r, m.scale + g * ROWS, m.zero + g * ROWS, level, x_sum, out[r]);
+        sums.scale(r, m.scale + g * ROWS, zeros_of(m, g * ROWS), level, x_sum, out[r]);
+        if (m.offset) add_offset(m.offset + g * ROWS, level * x_sum, out[r]);
       }
     }
   for (int r = 0; r < R; ++r)
@@ -483,8 +497,9 @@ void product_of_pair(const Matrix &m, int64_t t, int64_t block, const int8_t *pa
   std::fill(y, y + R * 2 * ROWS, 0.f);
   for (int64_t g = 0; g < groups; ++g) {
     const int64_t at = (t * groups + g) * ROWS, below = at + groups * ROWS;
-    const __m512 zero = _mm512_cvtepi32_ps(widened_pair(m.zero + at, m.zero + below));
+    const __m512 zero = _mm512_cvtepi32_ps(widened_pair(zeros_of(m, at), zeros_of(m, below)));
     const __m512 scale = pair(m.scale + at, m.scale + below);
+    const __m512 offset = m.offset ? pair(m.offset + at, m.offset + below) : scale;
     for (int64_t b = 0; b < m.group; b += block) {
       __m512i sum[R];
       for (int r = 0; r < R; ++r) sum[r] = _mm512_setzero_si512();
@@ -506,7 +521,9 @@ void product_of_pair(const Matrix &m, int64_t t, int64_t block, const int8_t *pa
         const __m512 level = _mm512_set1_ps(value_at<float>(panel + 4 * r));
         const __m512 x_sum = _mm512_set1_ps(value_at<float>(panel + 4 * (R + r)));
         const __m512 exact = _mm512_fnmadd_ps(zero, x_sum, _mm512_cvtepi32_ps(sum[r]));
-        _mm512_storeu_ps(y, _mm512_fmadd_ps(exact, _mm512_mul_ps(scale, level), _mm512_loadu_ps(y)));
+        __m512 result = _mm512_fmadd_ps(exact, _mm512_mul_ps(scale, level), _mm512_loadu_ps(y));
+        if (m.offset) result = _mm512_fmadd_ps(offset, _mm512_mul_ps(level, x_sum), result);
+        _mm512_storeu_ps(y, result);
       }
       y -= R * 2 * ROWS, panel += 8 * R;
     }
