@@ -86,9 +86,13 @@ def quality(bits: int) -> list[str]:
     best, grid = tables.best_settings(), f"int{bits}:g64"
 
     def spread(lines: list[dict[str, Any]]) -> str:
-        """Lowest to highest, where they differ in what is shown."""
-        values = [n["quality"]["perplexity"] for n in lines]
-        return " to ".join(dict.fromkeys((f"{min(values):.1f}", f"{max(values):.1f}")))
+        """Lowest to highest, where they differ in what is shown; in brackets on novels, of those that have that."""
+
+        def ends(text: str) -> str:
+            values = [n["quality"][text] for n in lines if text in n["quality"]]
+            return " to ".join(dict.fromkeys((f"{min(values):.1f}", f"{max(values):.1f}"))) if values else "not run"
+
+        return f"{ends('perplexity')} [{ends('novels')}]"
 
     def seeds(*methods: list[dict[str, Any]]) -> str:
         counts = [len({n["config"]["seed"] for n in lines}) for lines in methods]
@@ -113,7 +117,7 @@ def quality(bits: int) -> list[str]:
     def elsewhere(shared: list[dict[str, Any]], theirs: str) -> str:
         """What the baseline gets on the training texts that only it has."""
         others = [n for n in best[tables.SMOLLM2, theirs, grid].lines if not texts([n]) & texts(shared)]
-        return f" (on another training text than ours {spread(others)})" if others else ""
+        return f" (another text: {spread(others)})" if others else ""
 
     ours, theirs = pair([n for n in lines if n["config"]["method"] == SHIPPED], "bitdistiller")
     theirs_shown = spread(theirs) + elsewhere(theirs, "bitdistiller")
@@ -128,15 +132,16 @@ def quality(bits: int) -> list[str]:
         if seeds(shipped, others) != seeds(ours, theirs):
             mixed = f"; mixed: {seeds(shipped, others)}"
         alike = alike and texts(shipped) == texts(others)
+    recorded_text = "" if None in texts(ours) else " of one text"
     count = seeds(ours, theirs) + mixed + ("" if alike else "; the training texts of the two methods differ")
     return [
         f"{bits}-bit weights ({stored:.2f} bits stored), perplexity",
-        f"{tables.SMOLLM2}, WikiText-2",
+        f"{tables.SMOLLM2}, WikiText-2 [novels]",
         GPU,
         f"full {shown('dense', 'dense')}; no training (`shrink/ptq`, 16,384 calibration tokens) {shown(tables.TODAY)} "
         f"on its own text, {shown(tables.WEIGHED)} on WikiText-2; BitDistiller "
         f"{theirs_shown}{theirs_mixed}",
-        f"{spread(ours)}{ours_mixed} (1M training tokens, {count})",
+        f"{spread(ours)}{ours_mixed} (1M training tokens{recorded_text if alike else ''}, {count})",
         link("bitdistiller", "methods/bitdistiller.md"),
     ]
 
@@ -177,7 +182,7 @@ def controller_start() -> str:
     lines = [n for n in newest(BENCH) if n["metric"] == "first" and n["case"] == KNOWN and "plain" in n["config"]]
     means = {n["config"]["temperature"]: f"{n['quality']['mean']:.2f}x" for n in lines}
     trained = drafter_tables.trained_on(lines[-1]["config"]["target"]).strip(", ")
-    return f"{means[1.0]} and {means[0.7]} (first texts of ten new controllers, target of {trained})"
+    return f"{means[1.0]} and {means[0.7]} (another target, of {trained}; mean of ten first runs)"
 
 
 def speculation() -> list[str]:
@@ -220,11 +225,12 @@ def cpu() -> list[str]:
     tokens = find("cpu_decode", cpu_decode.SHRUNK, "perplexity_by_token")["config"]["tokens"]
     return [
         "4-bit decoding on a CPU",
-        f"SmolLM2-135M-Instruct (a Q4_1 file), perplexity on {tokens:,} tokens",
+        f"SmolLM2-135M-Instruct (a Q4_1 file), perplexity on {tokens:,} tokens of WikiText-2",
         f"2 CPU cores ({' / '.join(machines)})",
         "llama.cpp, default build (on aarch64 through llama-cpp-python's class, which is slower than "
         f"llama.cpp's own calls), {'; '.join(peers)}",
         f"the Q4_1 file as it is: {said(cpu_decode.FILES['Q4_1'], 'perplexity_by_token')}; "
-        f"`gptq+clip` on its own text: {said(cpu_decode.SHRUNK, 'perplexity_by_token')} (one run)",
+        f"`gptq+clip` on its own text: {said(cpu_decode.SHRUNK, 'perplexity_by_token')} (16,384 tokens; "
+        "one run)",
         link("8-bit activations", "int8_activations.md"),
     ]

@@ -141,11 +141,12 @@ def table() -> str:
     lines = sorted(loads(), key=lambda n: "CPU" in n["device"])
     if not lines:
         return "Not measured yet."
-    header = ["load", "tokens in, out (mean)", "requests/s offered", "completed", "tokens/s"]
+    header = ["load", "machine", "tokens in, out (mean)", "requests/s offered", "completed", "tokens/s"]
     header += [f"{name} p50 / p90 / p99, ms" for name in ("TTFT", "TPOT", "ITL")]
     rows = [
         [
             n["case"],
+            n["device"].partition(",")[0].removeprefix("NVIDIA "),
             f"{n['config']['prompt_tokens']:.0f}, {n['config']['new_tokens']:.0f}",
             f"{n['config']['rate']:.3g}",
             f"{n['quality']['num_whole']} of {n['quality']['num_sent']}",
@@ -155,7 +156,8 @@ def table() -> str:
         ]
         for n in lines
     ]
-    notes = "".join(dict.fromkeys(f"\n- {n['case']}: {n['note']}" for n in lines if n["note"]))
+    said = {n["case"]: n["note"].partition("load average")[0].rstrip("; ") for n in lines}
+    notes = "".join(f"\n- {case}: {note}" for case, note in said.items() if note)
     header.append("goodput, requests/s (TTFT, TPOT limits)")
     return markdown(header, rows) + (f"\n{notes}" if notes else "") + provenance(lines)
 

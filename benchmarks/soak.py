@@ -215,12 +215,13 @@ def _await(url: str, server: subprocess.Popen[bytes]) -> None:
 def table() -> str:
     lines = newest("soak")
     rows = [
-        [n["case"], f"{n['config']['seconds']:.0f}", f"{q['whole']:,}", str(q.get("wrong", 0)), f"{q['left']:,}",
+        [n["case"], n["device"],
+         f"{n['config']['seconds']:.0f}", f"{q['whole']:,}", str(q.get("wrong", 0)), f"{q['left']:,}",
          *(" / ".join(f"{ms:,.0f}" for ms in q[name]) for name in ("ttft_ms", "gap_ms", "answer_ms")),
          f"{q['rss_mb'][0]:.0f} -> {q['rss_mb'][1]:.0f} ({q['rss_growth']:+.2%} in the last third)"]
         for n in lines for q in [n["quality"]]
     ]  # fmt: skip
-    header = ["load", "seconds", "completed", "wrong", "aborted by the client"]
+    header = ["load", "machine", "seconds", "completed", "wrong", "aborted by the client"]
     header += [f"{name} p50 / p90 / p99, ms" for name in ("first token", "between chunks", "whole answer")]
     return markdown([*header, "memory of the server, MB"], rows) + provenance(lines)
 
