@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import random
 import struct
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -321,6 +323,9 @@ OTHER_KEYS = (
 )
 
 
+SUPERBLOCK_BYTES = {"Q4_K": 144, "Q5_K": 176, "Q6_K": 210}  # of 256 weights
+
+
 def make_other_ggufs(folder: Path) -> None:
     """A mixture of experts, and a model with windows, soft caps and norms of its own, in blocks of several types."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -332,6 +337,31 @@ def make_other_ggufs(folder: Path) -> None:
     )  # fmt: skip
     for name, spec, kind in (("experts", experts, "Q5_1"), ("windows", gemma, "Q4_0")):
         save_gguf(folder / f"{name}.gguf", random_model(spec), tiny_tokenizer(), kind=kind)
+    wide = replace(LLAMA, d_model=256, head_dim=64, d_ff=256, num_layers=1)
+    save_gguf(folder / "superblocks.gguf", random_model(wide), tiny_tokenizer(), kind="Q8_0")
+    write_superblocks(folder, random.Random(0), sound=True)
+
+
+def superblocks(folder: Path, rng: random.Random) -> str:
+    return write_superblocks(folder, rng, sound=rng.random() < 0.5)
+
+
+def write_superblocks(folder: Path, rng: random.Random, *, sound: bool) -> str:
+    """A whole file with matrices of random bytes in Q4_K, Q5_K and Q6_K; unless it is to be sound their scales are
+    random, too: infinities and NaN among them."""
+    path = folder / "superblocks.gguf"
+    file, replaced = open_gguf(path), dict[str, tuple[str, np.ndarray]]()
+    for tensor in file.tensors.values():
+        if len(tensor.shape) == 2 and tensor.shape[-1] % 256 == 0 and rng.random() < 0.5:
+            kind = rng.choice(list(SUPERBLOCK_BYTES))
+            shape = tensor.shape[0], tensor.shape[1] // 256, SUPERBLOCK_BYTES[kind]
+            blocks = np.frombuffer(rng.randbytes(math.prod(shape)), np.uint8).reshape(shape).copy()
+            if sound:
+                scales = slice(-2, None) if kind == "Q6_K" else slice(4)
+                blocks[..., scales].view(np.float16)[:] = 0.001
+            replaced[tensor.name] = kind, blocks.reshape(len(blocks), -1)
+    _rewrite(file, file.metadata(), path, replaced)
+    return f"{path.name}: { {name: kind for name, (kind, _) in replaced.items()} }"
 
 
 def other_metadata(folder: Path, rng: random.Random) -> str:
@@ -362,7 +392,10 @@ def _add_metadata(writer: Any, metadata: dict[str, Any]) -> None:
             writer.add_array(key, value)
 
 
-def _rewrite(file: GgufFile, metadata: dict[str, Any], path: Path) -> None:
+def _rewrite(
+    file: GgufFile, metadata: dict[str, Any], path: Path, replaced: Mapping[str, tuple[str, np.ndarray]] | None = None
+) -> None:
+    """The file with other metadata, and with these tensors (type, bytes by row) in place of its own."""
     import gguf
 
     writer = gguf.GGUFWriter(path.with_suffix(".new"), "none")
@@ -370,8 +403,8 @@ def _rewrite(file: GgufFile, metadata: dict[str, Any], path: Path) -> None:
     whole = path.read_bytes()
     for tensor in file.tensors.values():
         raw = np.frombuffer(whole[tensor.offset : tensor.offset + tensor.num_bytes], np.uint8)
-        rows = raw.reshape(*tensor.shape[:-1], -1)
-        writer.add_tensor(tensor.name, rows, raw_dtype=gguf.GGMLQuantizationType[tensor.kind])
+        kind, rows = (replaced or {}).get(tensor.name, (tensor.kind, raw.reshape(*tensor.shape[:-1], -1)))
+        writer.add_tensor(tensor.name, rows, raw_dtype=gguf.GGMLQuantizationType[kind])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -380,7 +413,7 @@ def _rewrite(file: GgufFile, metadata: dict[str, Any], path: Path) -> None:
 
 
 def use_other_ggufs(folder: Path) -> None:
-    for name in ("experts", "windows"):
+    for name in ("experts", "windows", "superblocks"):
         _use_gguf(folder / f"{name}.gguf")
 
 
@@ -727,6 +760,7 @@ KINDS: tuple[Kind, ...] = (
         (
             *on("experts.gguf", "bytes", head=9000),
             *on("windows.gguf", "bytes", "entry", head=9000),
+            superblocks,
             other_metadata,
             other_metadata,
         ),

