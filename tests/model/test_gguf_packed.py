@@ -53,6 +53,10 @@ def test_other_grids_of_ours(kind: str, label: str, tmp_path: Path) -> None:
     mlp, other = packed.blocks[0].mlp.down, dense.blocks[0].mlp.down  # type: ignore[union-attr]
     assert mlp.format.label == label  # type: ignore[union-attr]
     assert torch.equal(mlp.effective_weight(torch.float32), other.weight)  # type: ignore[operator, union-attr]
+    written = save_gguf(tmp_path / "again.gguf", packed, tiny_tokenizer())
+    assert all(about.exact for about in written)
+    # Five bits are held in eight, and written in five again.
+    assert {about.kind for about in written if about.name.endswith("ffn_down.weight")} == {kind}
 
 
 @pytest.mark.parametrize("kind", GRIDS)

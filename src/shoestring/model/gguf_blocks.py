@@ -95,7 +95,7 @@ def encode_grid(format: Format, parts: Parts, weight: Tensor, kind: str) -> Bloc
     if kind in _OFFSET_TOP:
         offset = shift.float() if isinstance(format, IntOffset) else -shift.float() * scale.float()
         offset = offset.to(torch.float16)
-        if 2**format.bits > _OFFSET_TOP[kind] or not bool(offset.isfinite().all()):
+        if int(codes.max()) >= _OFFSET_TOP[kind] or not bool(offset.isfinite().all()):
             return None
         head, numbers = [half, offset], codes
     elif kind in _LOWEST and isinstance(format, IntAsym):
