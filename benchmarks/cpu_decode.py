@@ -134,7 +134,7 @@ def _of_machine(lines: list[dict[str, Any]]) -> str:
         f"the first {CONTEXT * WINDOWS:,} tokens of the WikiText-2 test text (tokenised){more}, context {CONTEXT}. "
         "4-bit weights rounded to nearest, or chosen by `shrink/ptq` with 16,384 tokens that the model wrote, from "
         "weights that llama.cpp's Q4_1 uses as they are; its quantizer made the other files of them. "
-        f"{' '.join(sorted(notes))}"
+        f"{' '.join(f'Speed: {note}.' for note in sorted(notes))}"
     ).rstrip() + against_llama(speed)
     return f"**{some['device']}**\n\n" + markdown(header, rows) + said + provenance(lines)
 

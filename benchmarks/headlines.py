@@ -227,10 +227,10 @@ def cpu() -> list[str]:
         "4-bit decoding on a CPU",
         f"SmolLM2-135M-Instruct (a Q4_1 file), perplexity on {tokens:,} tokens of WikiText-2",
         f"2 CPU cores ({' / '.join(machines)})",
-        "llama.cpp, default build (on aarch64 through llama-cpp-python's class, which is slower than "
-        f"llama.cpp's own calls), {'; '.join(peers)}",
+        "llama.cpp (aarch64: default build, through llama-cpp-python's class, which is slower than its own calls; "
+        f"x86_64: AVX-512 VNNI without AMX), {'; '.join(peers)}",
         f"the Q4_1 file as it is: {said(cpu_decode.FILES['Q4_1'], 'perplexity_by_token')}; "
-        f"`gptq+clip` on its own text: {said(cpu_decode.SHRUNK, 'perplexity_by_token')} (16,384 tokens; "
-        "one run)",
+        f"`gptq+clip` on its own text: {said(cpu_decode.SHRUNK, 'perplexity_by_token')} (calibrated on "
+        "16,384 tokens)",
         link("8-bit activations", "int8_activations.md"),
     ]
