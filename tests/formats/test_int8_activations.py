@@ -228,3 +228,12 @@ def test_an_embedding_alone_is_not_enough() -> None:
     with pytest.raises(UserError, match="there are none"):
         quantize_activations(model)
     assert not isinstance(model.embed, Int8Host)
+
+
+def test_offsets_without_a_compiler_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(int8_activations, "usable", lambda: False)
+    model = Decoder(SPEC)
+    convert(model, [("*", parse_format("int4:min:g32"))])
+    pack(model)
+    with pytest.raises(UserError, match=r"Q4_1, .* there is no C\+\+ compiler: install g\+\+"):
+        quantize_activations(model)

@@ -203,7 +203,9 @@ def pretrain(
 @app.command()
 def quantize(
     model: ModelArgument,
-    format: Annotated[str, typer.Argument(help="int2 int3 int4 int8 nf2 nf3 nf4 fp4, with :g64, :s1 ...")] = "int4",
+    format: Annotated[
+        str, typer.Argument(help="int2 int3 int4 int8 nf2 nf3 nf4 fp3 fp4 fp8 sparse24, with :g64, :sym, :min, :s1 ...")
+    ] = "int4",
     overrides: OverridesArgument = None,
     config: ConfigOption = None,
 ) -> None:

@@ -207,6 +207,11 @@ def quantize_activations(model: nn.Module, *, compute_dtype: torch.dtype = torch
         raise UserError(f"8-bit activations are not possible here: {reason}; leave them out")
     found = [(name, host) for name, host in format_hosts(model) if has_int8_kernel(host)]
     if not any(isinstance(host, FormatLinear) for _, host in found):
+        if not usable() and any(h.packed and isinstance(h.format, IntOffset) for _, h in format_linears(model)):
+            raise UserError(
+                "8-bit activations of int4:min layers (Q4_1, Q5_1, Q4_K and Q5_K in a .gguf file) are computed by C++, "
+                "and there is no C++ compiler: install g++, or leave them out"
+            )
         raise UserError(
             "8-bit activations need packed integer layers (int2 to int8) with a group that is a multiple of 32, or 0, "
             "and there are none: make them with `shoestring quantize MODEL int4:g64`, or give a quantized .gguf file"

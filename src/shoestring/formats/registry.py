@@ -81,7 +81,9 @@ def parse_format(text: str) -> Format:
     if not settings.pop("offset", False):
         return IntAsym(bits=int(head[3:]), **settings)
     if "symmetric" in settings:
-        raise UserError(f"Format {text!r}: levels that begin at the smallest weight are not symmetric; leave out one.")
+        raise UserError(
+            f"Format {text!r}: a grid from the smallest weight on is not symmetric; leave out 'sym' or 'min'."
+        )
     return IntOffset(bits=int(head[3:]), **settings)
 
 

@@ -42,6 +42,20 @@ def test_within_the_bound_and_as_good_as_the_reference(label: str, num_rows: int
     assert wrong <= 2 * reference + 2.0**-8 * exact.norm()
 
 
+@pytest.mark.parametrize("zero", [0, 16, 31, 128, 255])
+def test_few_levels_in_bytes(zero: int) -> None:
+    """Codes of 5 bits around any zero point, as GGUF's Q5_0 has them around 16."""
+    gen = torch.Generator().manual_seed(zero)
+    first = min(max(zero - 16, 0), 224)
+    codes = torch.randint(first, first + 32, (96, 192), generator=gen).to(torch.uint8)
+    scale, zeros = torch.rand(96, 6, generator=gen) + 0.5, torch.full((96, 6), zero, dtype=torch.uint8)
+    decoded = ((codes.float().unflatten(1, (6, 32)) - zero) * scale[..., None]).flatten(1)
+    x = torch.randn(7, 192, generator=gen)
+    got, exact = w4a8(x, pack_operands(codes, scale, zeros, 8)), x @ decoded.t()
+    assert ((got - exact).abs() <= error_bound(x, decoded, scale) + 1e-3).all()
+    assert (got - exact).norm() <= 2 * (w4a8_ref(x, decoded) - exact).norm() + 2.0**-8 * exact.norm()
+
+
 def test_rows_of_zeros_and_one_sign() -> None:
     operands, decoded, scale = made("int4:sym:g32", torch.randn(32, 64))
     x = torch.stack([torch.zeros(64), torch.rand(64) + 5, -torch.rand(64) - 5])

@@ -8,7 +8,9 @@ per group of 32k weights or per row, in integers:
 
     2, 3 bits   q - z fits -7..7: one plane
     4 bits      q - 8, and where z is not 8 the rest, sum_g (8 - z) s sum_{k in g} x[k], in fp32
-    8 bits      q = 16 h + l: two planes, h - 8 with scale 16 s and l - 8 with scale s, and the rest as above
+    8 bits      q = 16 h + l: two planes, h - 8 with scale 16 s and l - 8 with scale s, and the rest as above. Groups
+                are moved to z = 136 first, which leaves no rest, or to 128, where q - z fits: a rest much larger than
+                the weights (5-bit codes in bytes, z = 16) would not cancel what was rounded in the planes
 
 This is not x W^T, so it is opt-in. `error_bound`: a level of x for every weight, plus the rounding of group scales,
 which the Arm kernel takes as bfloat16 (a scale per row stays fp32). Other scale dtypes take the portable loop.
@@ -46,6 +48,8 @@ def pack_operands(codes_NK: Tensor, scale_NG: Tensor, zero_NG: Tensor, bits: int
     assert bits in (2, 3, 4, 8) and codes_NK.dtype == torch.uint8
     (rows, width), groups = codes_NK.shape, scale_NG.shape[1]
     group = width // groups
+    if bits == 8:
+        codes_NK, zero_NG = _moved(codes_NK, zero_NG)
     scale, zero = scale_NG.float(), zero_NG.float()
     if bits < 4:
         centred = codes_NK.to(torch.int16).unflatten(1, (groups, group)) - zero_NG.to(torch.int16)[..., None]
@@ -57,6 +61,15 @@ def pack_operands(codes_NK: Tensor, scale_NG: Tensor, zero_NG: Tensor, bits: int
     rest = (middle - zero) * scale
     rest_GN = rest.t().contiguous() if bool(rest.any()) else None
     return Operands(planes, rest_GN, group, width, rows)
+
+
+def _moved(codes_NK: Tensor, zero_NG: Tensor) -> tuple[Tensor, Tensor]:
+    """The same values with the zero point 136 or 128 in every group where they fit."""
+    n_NGk = codes_NK.unflatten(1, (zero_NG.shape[1], -1)).to(torch.int16) - zero_NG.to(torch.int16)[..., None]
+    low_NG, high_NG = n_NGk.amin(-1), n_NGk.amax(-1)
+    for zero in (128, 136):
+        zero_NG = torch.where((low_NG >= -zero) & (high_NG <= 255 - zero), zero, zero_NG)
+    return (n_NGk + zero_NG[..., None]).to(torch.uint8).flatten(1), zero_NG
 
 
 def _plane(codes_NK: Tensor, scale_NG: Tensor) -> Tensor:
@@ -95,9 +108,8 @@ def w4a8_ref(x_TK: Tensor, w_NK: Tensor) -> Tensor:
 def error_bound(x_TK: Tensor, w_NK: Tensor, scale_NG: Tensor) -> Tensor:
     """How far w4a8 may be from x W^T, [T, out]."""
     groups = scale_NG.shape[1]
-    # The factors of x' are within 8 scales, whatever the zero point.
-    reach = 8 * scale_NG.float().abs().repeat_interleave(w_NK.shape[1] // groups, 1)
-    reach = torch.maximum(reach, w_NK.abs())
+    # The factors of x' are within 8 scales of the weight.
+    reach = w_NK.abs() + 8 * scale_NG.float().abs().repeat_interleave(w_NK.shape[1] // groups, 1)
     of_scale = 0.0 if groups == 1 else 2.0**-8
     return levels_of(x_TK) * reach.sum(-1) + of_scale * (x_TK.abs() @ reach.t())
 
