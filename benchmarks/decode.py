@@ -383,7 +383,7 @@ def table() -> str:
     if eager:
         text += (
             f"\n\nHF eager launches every kernel from Python, so it depends on the host's CPU ({min(eager):.1f} to "
-            f"{max(eager):.1f} tokens/s in {len(eager)} recorded runs of one request, 30 seen on another host): "
+            f"{max(eager):.1f} tokens/s in {len(eager)} recorded runs of one request, more on another host): "
             "HF static is the peer to compare with."
         )
     return text + provenance([*lines, *found.values()])

@@ -142,7 +142,7 @@ def cpu_speed() -> str:
         cpu_decode.SHRUNK: ("Shoestring, int4 by gptq+clip, 8-bit activations", 5),
         **{case: (case.replace("llama.cpp ", "llama.cpp, "), color) for color, case in enumerate(cpu_decode.LLAMA, 1)},
     }
-    device = "x86_64 CPU, 2 cores"
+    device = cpu_decode.X86
     lines = [n for n in newest("cpu_decode") if n["device"] == device and n["metric"] != cpu_decode.PROMPT]
     lines.sort(key=lambda n: n["config"].get("rounds", 0))  # of two lines about one row that of more rounds
     quality = {n["case"]: n["value"] for n in lines if n["metric"] == "perplexity"}

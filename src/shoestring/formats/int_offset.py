@@ -46,7 +46,7 @@ class IntOffset(QuantizedFormat):
         if self.bits not in (2, 3, 4, 8):
             raise UserError(f"IntOffset with {self.bits} bits is not possible: use 2, 3, 4 or 8.")
         if self.grid == "learned":
-            raise UserError(f"int{self.bits}:min has no learned grid: leave out 'learned' or 'min'.")
+            raise UserError(f"int{self.bits}:min has no grid that trains; use int{self.bits} without 'min'.")
         super().__post_init__()
 
     @property

@@ -105,12 +105,12 @@ def w4a8_ref(x_TK: Tensor, w_NK: Tensor) -> Tensor:
     return (torch.round(x_TK / step) * step) @ w_NK.t()
 
 
-def error_bound(x_TK: Tensor, w_NK: Tensor, scale_NG: Tensor) -> Tensor:
-    """How far w4a8 may be from x W^T, [T, out]."""
-    groups = scale_NG.shape[1]
-    # The factors of x' are within 8 scales of the weight.
-    reach = w_NK.abs() + 8 * scale_NG.float().abs().repeat_interleave(w_NK.shape[1] // groups, 1)
-    of_scale = 0.0 if groups == 1 else 2.0**-8
+def error_bound(x_TK: Tensor, w_NK: Tensor, o: Operands) -> Tensor:
+    """How far w4a8 may be from x W^T, [T, out]. `w_NK`: the weight that `o` holds."""
+    # The planes, which x' is multiplied with, are the weight without the rest, which x is multiplied with.
+    rest = 0.0 if o.rest_GN is None else o.rest_GN.t().repeat_interleave(o.group, 1)
+    reach = (w_NK - rest).abs()
+    of_scale = 0.0 if o.group == o.width else 2.0**-8
     return levels_of(x_TK) * reach.sum(-1) + of_scale * (x_TK.abs() @ reach.t())
 
 
