@@ -81,7 +81,7 @@ setup: $(STAMP)
 
 # The stamp is newer than what it was made from, so a second call does nothing. torch comes first and alone:
 # the constraints pin it, and nothing installed later may bring another one.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml extras/pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "error: Shoestring needs Python 3.11 or newer, $(PYTHON) is older; run make PYTHON=python3.12"; exit 1; }
 	@echo "[1/4] virtual environment in $(VENV)"
@@ -90,7 +90,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "[2/4] torch (the large one: a few minutes the first time)"
 	@$(PIP) torch
 	@echo "[3/4] Shoestring and its tools"
-	@$(PIP) -e '.[dev]'
+	@$(PIP) -e '.[dev]' && $(PIP) --no-deps -e extras
 	@$(PIP) datasets==5.2.0 evaluate==0.4.6 sacrebleu==2.6.0 && $(PIP) --no-deps lm-eval==0.4.13 \
 		|| echo "      lm-eval could not be had; its tests will say so"
 	@echo "[4/4] a pretrained model to play with (SmolLM2-135M-Instruct, 98 MB)"

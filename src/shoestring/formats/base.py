@@ -26,6 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shoestring.errors import UserError
+
 Parts = dict[str, Tensor]
 AuxKind = Literal["rows", "trained", "whole", "clock"]
 
@@ -55,6 +57,14 @@ class Format(ABC):
     def label(self) -> str:
         """The short spelling, as `parse_format` reads it."""
         return self.name
+
+    @classmethod
+    def parse(cls, text: str) -> Format:
+        """The Format that `text` spells; `text` begins with the name of this class's entry point. A Format with options
+        of its own reads them here."""
+        if text.lower() != cls.name:
+            raise UserError(f"Format {text!r}: {cls.name} has no options; write {cls.name}.")
+        return cls()
 
     # -- geometry --------------------------------------------------------------------------------------------
     def block(self, shape: tuple[int, int]) -> tuple[int, int]:

@@ -4,15 +4,17 @@
     parse_format("int8:sym:g0")  parse_format("int4:min:g32")  parse_format("fp8")  parse_format("fp8:b128:bfloat16")
     parse_format("sparse24")  parse_format("sparse24:tile:held:mvue")  parse_format("sparse24+int4:g64")
 
-`parse_format(f.label) == f` and `from_json(f.to_json()) == f` for every Format. Register your own
-with `FORMATS[MyFormat.name] = MyFormat`.
+`parse_format(f.label) == f` and `from_json(f.to_json()) == f` for every Format. A Format of a method or of your own
+package is found by its entry point in `shoestring.formats` (plugins.py), and reads its own spelling (`Format.parse`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
+from shoestring import plugins
 from shoestring.errors import UserError, shown, suggest
 from shoestring.formats import fp8
 from shoestring.formats.base import Format
@@ -46,6 +48,9 @@ def parse_format(text: str) -> Format:
     `sparse24[:tile|:soft][:held][:mvue][:fp8]` stands alone, or before a `+` and the kind of the kept values;
     `+slorb<inputs>[:trained]` after either adds a branch.
     """
+    added = re.split("[:+]", text.strip().lower())[0]
+    if added not in SPELLINGS and added in plugins.names("formats"):
+        return plugins.load("formats", added).parse(text.strip())
     pruned, plus, branch = text.strip().lower().rpartition("+slorb")
     if plus:
         return _parse_slorb(text, pruned, branch)
@@ -57,7 +62,8 @@ def parse_format(text: str) -> Format:
         return Stacked(first, parse_format(rest))
     head, *options = text.strip().lower().split(":")
     if head not in SPELLINGS:
-        raise UserError(f"There is no format {text!r}: use {', '.join(SPELLINGS)}.{suggest(head, list(SPELLINGS))}")
+        known = [*SPELLINGS, *plugins.names("formats")]
+        raise UserError(f"There is no format {text!r}: use {', '.join(known)}.{suggest(head, known)}")
     settings: dict[str, Any] = {}
     for option in options:
         fields = SPARSE24_OPTIONS.get(option) if head == "sparse24" else _quantized_option(head, option)
@@ -129,20 +135,30 @@ def from_json(data: dict[str, Any]) -> Format:
     """The Format that `to_json` described."""
     settings = dict(data)
     name = settings.pop("name", None)
-    if not isinstance(name, str) or name not in FORMATS:
-        raise UserError(
-            f"There is no format named {shown(name)}: this version knows {', '.join(FORMATS)}."
-            f"{suggest(str(name), list(FORMATS))}"
-        )
-    known = [f.name for f in dataclasses.fields(FORMATS[name])]
+    kind_of = format_class(name)
+    known = [f.name for f in dataclasses.fields(kind_of)]
     for key in settings:
         if key not in known:
             raise UserError(f"Format {name!r} has no field {key!r}: it has {', '.join(known)}.{suggest(key, known)}")
-    for field in dataclasses.fields(FORMATS[name]):
+    for field in dataclasses.fields(kind_of):
         value = settings.get(field.name, field.default)
         kind = dict if field.name in _FORMAT_FIELDS else type(field.default)
         if value is dataclasses.MISSING or (kind in _JSON_KINDS and type(value) is not kind):
             given = "is missing" if value is dataclasses.MISSING else f"must be {_JSON_KINDS[kind]}, not {shown(value)}"
             raise UserError(f"Format {name!r}: {field.name} {given}; save the model again.")
     nested = {k: from_json(v) if isinstance(v, dict) else v for k, v in settings.items()}
-    return FORMATS[name](**nested)
+    return kind_of(**nested)
+
+
+def format_class(name: object) -> type[Format]:
+    """By the name that packed models store."""
+    if isinstance(name, str) and name in FORMATS:
+        return FORMATS[name]
+    added = plugins.names("formats")
+    if isinstance(name, str) and name in added:
+        found: type[Format] = plugins.load("formats", name)
+        return found
+    known = [*FORMATS, *added]
+    raise UserError(
+        f"There is no format named {shown(name)}: this version knows {', '.join(known)}.{suggest(str(name), known)}"
+    )

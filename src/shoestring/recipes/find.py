@@ -1,7 +1,8 @@
-"""Finding recipes: by built-in name (train/dense) or by path to the user's own file.
+"""Finding recipes: by name (train/dense) or by path to the user's own file.
 
-A recipe is a Python file with a docstring, a frozen dataclass `Config` and `main(config)`. The built-in ones are the
-files of this folder, named by their paths. Listing them parses the docstrings without importing.
+A recipe is a Python file with a docstring, a frozen dataclass `Config` and `main(config)`. The core's are the files of
+this folder, named by their paths; methods and other packages add theirs by entry points (plugins.py). Listing them
+parses the docstrings without importing.
 
 A recipe whose Config has a key `resume` can be continued: `resume=RUN` takes the settings saved in
 RUN/config.json, and the other key=value pairs of the command change them.
@@ -21,18 +22,22 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from shoestring import plugins
 from shoestring.config import apply_overrides, from_json, to_json
 from shoestring.errors import Interrupted, UserError, shortened, suggest
 from shoestring.runlog import read_config
 
 HERE = Path(__file__).parent
+_CORE = "shoestring.recipes."
 HELPERS = ("__init__", "find")  # files that are not recipes
 
 
 def builtin_recipes() -> dict[str, Path]:
-    """name -> file, sorted by name."""
-    files = sorted(p for p in HERE.rglob("*.py") if p.stem not in HELPERS)
-    return {p.relative_to(HERE).with_suffix("").as_posix(): p for p in files}
+    """name -> file, sorted by name: those of the core, of its methods and of installed packages."""
+    files = [p for p in HERE.rglob("*.py") if p.stem not in HELPERS]
+    found = {name: file for name in plugins.names("recipes") if (file := plugins.source_file("recipes", name))}
+    found |= {p.relative_to(HERE).with_suffix("").as_posix(): p for p in files}
+    return dict(sorted(found.items()))
 
 
 def first_line(path: Path) -> str:
@@ -45,7 +50,10 @@ def load_recipe(name: str) -> ModuleType:
     """Import a recipe; UserError when there is none of that name or it lacks Config or main."""
     builtin = builtin_recipes()
     if name in builtin:
-        return importlib.import_module("shoestring.recipes." + name.replace("/", "."))
+        place = _CORE + name.replace("/", ".")
+        if not builtin[name].is_relative_to(HERE):
+            place = plugins.module_name("recipes", name)
+        return importlib.import_module(place)
     if not name.endswith(".py"):
         hint = suggest(name, list(builtin)) or f" Built in are {', '.join(builtin)}."
         raise UserError(f"no recipe {name!r}.{hint} Or give the path of your own .py file")
@@ -119,6 +127,9 @@ def _saved_config(recipe: ModuleType, folder: Path) -> Any:
 
 
 def recipe_name(recipe: ModuleType) -> str:
-    """train/dense for the built-in ones, the file name for the user's own."""
-    builtin = recipe.__name__.removeprefix("shoestring.recipes.")
-    return builtin.replace(".", "/") if builtin != recipe.__name__ else Path(recipe.__file__ or builtin).name
+    """train/dense for a recipe with a name, the file name for the user's own."""
+    module = recipe.__name__
+    if module.startswith(_CORE):
+        return module.removeprefix(_CORE).replace(".", "/")
+    added = (name for name in plugins.names("recipes") if plugins.module_name("recipes", name) == module)
+    return next(added, Path(recipe.__file__ or module).name)

@@ -11,6 +11,7 @@ import math
 
 from torch import Tensor
 
+from shoestring import plugins
 from shoestring.errors import UserError, shown, suggest
 from shoestring.train.reducers.compressor import Compressor
 from shoestring.train.reducers.demo import DeMo
@@ -28,7 +29,7 @@ def parse_compressor(text: str) -> Compressor:
     """topk:0.01 and the like; UserError says what is possible."""
     name, colon, value = text.partition(":")
     if name not in NAMES:
-        raise UserError(f"reducer={shown(text)}: allowed are auto, {', '.join(NAMES)}.{suggest(name, list(NAMES))}")
+        return _added(text, name, value)
     if name in FIXED:
         if colon:
             raise UserError(f"reducer={shown(text)}: {name} takes no number; write reducer={name}")
@@ -42,6 +43,16 @@ def parse_compressor(text: str) -> Compressor:
     if not (whole.is_integer() and 1 <= whole <= 4096):
         raise UserError(f"reducer={shown(text)}: give a whole number from 1 to 4096")
     return PowerSGD(int(whole)) if name == "powersgd" else DeMo(int(whole))
+
+
+def _added(text: str, name: str, value: str) -> Compressor:
+    """That of an installed package; it reads what stands after the colon."""
+    added = plugins.names("reducers")
+    if name in added:
+        compressor: Compressor = plugins.load("reducers", name)(value)
+        return compressor
+    known = [*NAMES, *added]
+    raise UserError(f"reducer={shown(text)}: allowed are auto, {', '.join(known)}.{suggest(name, known)}")
 
 
 def for_tensor(wanted: Compressor, tensor: Tensor, *, embedding: bool) -> Compressor:
