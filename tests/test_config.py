@@ -5,11 +5,20 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import pytest
 
-from shoestring.config import apply_overrides, describe, from_json, option, read_settings, to_json, with_settings
+from shoestring.config import (
+    Retired,
+    apply_overrides,
+    describe,
+    from_json,
+    option,
+    read_settings,
+    to_json,
+    with_settings,
+)
 from shoestring.errors import UserError
 
 
@@ -31,6 +40,23 @@ class Config:
     widths: tuple[int, ...] = option((1, 2), "several")
     out: Path = option(Path("out"), "where to")
     mesh: Inner = option(Inner(dp=3), "the mesh")
+
+
+def test_a_retired_setting_is_one_line_and_old_folders_without_use_of_it_are_read() -> None:
+    @dataclass(frozen=True)
+    class Base:
+        RETIRED: ClassVar[dict[str, Retired]] = {"delta": Retired(False, "all of it is sent")}
+
+    @dataclass(frozen=True)
+    class Run(Base):
+        steps: int = option(3, "steps")
+
+    assert [row.key for row in describe(Run)] == ["steps"]
+    with pytest.raises(UserError, match=r"^the setting delta is retired: all of it is sent; leave it out$"):
+        apply_overrides(Run, ["delta=false"])
+    assert from_json(Run, {"steps": 4, "delta": False}) == Run(4)
+    with pytest.raises(UserError, match=r"^delta=True in the saved config.json is retired: all of it is sent; delete"):
+        from_json(Run, {"steps": 4, "delta": True})
 
 
 def test_every_type_is_read_from_its_annotation() -> None:

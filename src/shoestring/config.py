@@ -51,6 +51,13 @@ class Option(NamedTuple):
     advanced: bool = False
 
 
+class Retired(NamedTuple):
+    """A setting that is gone, in the class variable RETIRED of the config that had it; old run folders name it."""
+
+    unused: Any  # the value with which it did nothing
+    instead: str  # what holds now
+
+
 def apply_overrides(cls: type[T], overrides: list[str], start: T | None = None) -> T:
     """Build `cls` from its defaults (or from `start`) and `key=value` strings."""
     given: dict[str, str] = {}
@@ -154,9 +161,15 @@ def config_record(recipe: str, cfg: Any, **instead: Any) -> dict[str, Any]:
 
 def from_json(cls: type[T], values: dict[str, Any]) -> T:
     """The inverse of `to_json`: typed and ranged as on the command line; missing keys take the default."""
-    hints, built = typing.get_type_hints(cls), {}
+    hints, built, retired = typing.get_type_hints(cls), {}, _retired(cls)
     fields = {f.name: f for f in dataclasses.fields(_as_dataclass(cls))}
     for key, value in values.items():
+        if key in retired:
+            if value != retired[key].unused:
+                raise UserError(
+                    f"{key}={shown(value)} in the saved config.json is retired: {retired[key].instead}; delete it there"
+                )
+            continue
         if key not in fields:
             raise UserError(_unknown(cls, key))
         built[key] = _typed(hints[key], value, key)
@@ -322,7 +335,13 @@ def _keys(cls: type) -> list[str]:
     return [row.key for row in describe(cls)]
 
 
+def _retired(cls: type) -> dict[str, Retired]:
+    return {key: about for base in cls.__mro__ for key, about in vars(base).get("RETIRED", {}).items()}
+
+
 def _unknown(cls: type, key: str) -> str:
+    if (gone := _retired(cls).get(key)) is not None:
+        return f"the setting {key} is retired: {gone.instead}; leave it out"
     keys = _keys(cls)
     nested = [k for k in keys if k.startswith(key + ".")]
     if nested:

@@ -22,7 +22,7 @@ from shoestring.serve.engine.weight_pull import WeightPull, check_catalogue, pie
 from shoestring.serve.engine.weight_update import WeightTarget
 from shoestring.serve.http.follower import WeightFollower
 from shoestring.state.reshard import exchange
-from shoestring.state.reshard.exchange import Catalogue, Channel, Gone, changed_bytes, parse_address, with_changes
+from shoestring.state.reshard.exchange import Catalogue, Channel, Gone, parse_address
 from shoestring.state.reshard.layouts import REPLICATE, MeshLayout, shard
 from shoestring.train.publish import Publish, WeightsSnapshot
 from shoestring.train.step import Run
@@ -32,9 +32,9 @@ from tiny import QWEN2, random_model
 class Publishing:
     """A run that has trained `step` steps."""
 
-    def __init__(self, model: Decoder, tmp_path: Path, address: str = "127.0.0.1:0", delta: bool = False) -> None:
+    def __init__(self, model: Decoder, tmp_path: Path, address: str = "127.0.0.1:0") -> None:
         mesh = open_mesh(device="cpu")
-        self.hook = Publish(model, mesh, address, 2, delta=delta)
+        self.hook = Publish(model, mesh, address, 2)
         self.naming = self.hook.named("my-run")
         self.naming.__enter__()
         self.run = Run(model, torch.optim.SGD(model.parameters(), lr=0.1), mesh, RunLog(tmp_path / "run"))
@@ -47,15 +47,6 @@ class Publishing:
                     p.mul_(1.01)
             self.hook.after_step(self.run)
             self.hook.wait()
-
-    def small_step(self) -> None:
-        """Two steps on; most 4-bit codes and bf16 scales stay."""
-        with torch.no_grad():
-            for p in self.run.model.parameters():
-                p.add_(1e-4)
-        self.run.step += 2
-        self.hook.publish(self.run)
-        self.hook.wait()
 
     @property
     def address(self) -> tuple[str, int]:
@@ -239,52 +230,6 @@ def test_what_cannot_be_sent_is_refused_by_name(publishing: Publishing) -> None:
         assert torch.equal(values["blocks.0.mlp.up.weight"][part], t)
     pull.close()
     trained.hook.server.close()
-
-
-def test_only_changes_are_sent_where_that_pays(tmp_path: Path) -> None:
-    old = torch.arange(4000, dtype=torch.int32)
-    new = old.clone()
-    new[::50] += 1
-    changes = changed_bytes(old, new)
-    assert changes is not None and len(changes) == 16000 // 8 + 80
-    assert torch.equal(with_changes(old, changes), new)
-    assert changed_bytes(old, old + 0x01010101) is None  # every byte
-    third = old.clone()
-    third[: 4000 * 3 // 4] ^= -1  # 75% and the bitmap: 7/8, more than 1/1.2
-    assert changed_bytes(old, third) is None
-    for bad in (changes[:100], changes[:-1]):
-        with pytest.raises(UserError, match="changes of a tensor"):
-            with_changes(old, bad)
-
-    publishing = Publishing(random_model(QWEN2), tmp_path, delta=True)
-    pull = WeightPull(publishing.address, WeightTarget(packed(random_model(QWEN2, 1))))
-    publishing.train(2)
-    first = pull.pull(2)
-    publishing.small_step()
-    values, version, num_bytes = pull.pull(4)
-    fresh = WeightPull(publishing.address, pull.target)
-    want, same, whole = fresh.pull(4)
-    assert version == same and num_bytes < 0.8 * whole == 0.8 * first[2]
-    assert all(torch.equal(values[n][p], t) for n, parts in want.items() for p, t in parts.items())
-    publishing.hook.server.close()
-
-
-def test_changes_are_counted_from_what_a_follower_has_also_after_a_run_went_back(tmp_path: Path) -> None:
-    publishing = Publishing(random_model(QWEN2), tmp_path, delta=True)
-    pull = WeightPull(publishing.address, WeightTarget(packed(random_model(QWEN2, 1))))
-    publishing.train(2)
-    pull.pull(2)
-    publishing.run.step = 0  # a rollback: the weights of step 2 are others now, which this follower does not see
-    with torch.no_grad():
-        for p in publishing.run.model.parameters():
-            p.mul_(-1.5)
-    publishing.train(2)
-    publishing.small_step()
-    values, version, _ = pull.pull(4)
-    want, same, _ = WeightPull(publishing.address, pull.target).pull(4)
-    assert version == same
-    assert all(torch.equal(values[n][p], t) for n, parts in want.items() for p, t in parts.items())
-    publishing.hook.server.close()
 
 
 def test_a_run_that_goes_back_publishes_what_it_goes_on_from(publishing: Publishing) -> None:

@@ -42,6 +42,7 @@ from shoestring.state.reshard.layouts import REPLICATE, MeshLayout
 from shoestring.train.step import Hook, Run
 
 log = logging.getLogger("shoestring.publish")
+NUM_BUFFERS = 3
 LAST_S = 20.0  # that the end of a run waits for its followers
 
 
@@ -54,21 +55,16 @@ class PublishNothing(Hook):
         yield
 
 
-def open_publish(
-    model: nn.Module, mesh: Mesh, address: str | None, every: int, last: int, delta: bool
-) -> PublishNothing:
-    return PublishNothing() if address is None else Publish(model, mesh, address, every, last, delta=delta)
+def open_publish(model: nn.Module, mesh: Mesh, address: str | None, every: int, last: int) -> PublishNothing:
+    return PublishNothing() if address is None else Publish(model, mesh, address, every, last)
 
 
 class Publish(PublishNothing):
     """Built on every rank; the first one listens at the address, the others at ports of their own."""
 
-    def __init__(
-        self, model: nn.Module, mesh: Mesh, address: str, every: int, last: int = -1, *, delta: bool = False
-    ) -> None:
-        """`last`: a step that is published in any case. `delta`: send what changed since the version before."""
-        self.last, self._num_buffers = last, 4 if delta else 3
-        self.every, self.mesh = every, mesh
+    def __init__(self, model: nn.Module, mesh: Mesh, address: str, every: int, last: int = -1) -> None:
+        """`last`: a step that is published in any case."""
+        self.every, self.last, self.mesh = every, last, mesh
         self._tensors = {name: p for p, name in parameter_names(model).items()}
         self._layers = {f"{name}.weight": layer for name, layer in format_hosts(model)}
         everyone = MeshLayout((mesh.world_size,), (REPLICATE,))
@@ -82,7 +78,7 @@ class Publish(PublishNothing):
         if broken := next((n for n, boxes in self._boxes.items() if len(boxes) > 1), None):
             raise UserError(f"tensor {broken!r} holds interleaved rows on a rank; it cannot be published")
         host, port = parse_address(address)
-        self.server = SnapshotServer((host, port) if mesh.is_main else (_own_address(host), 0), catalogue, delta=delta)
+        self.server = SnapshotServer((host, port) if mesh.is_main else (_own_address(host), 0), catalogue)
         self.server.endpoints = _all_endpoints(mesh, self.server.address)
         self._digesting: threading.Thread | None = None
         self._buffers: list[HostBuffers[str]] = []
@@ -127,10 +123,10 @@ class Publish(PublishNothing):
         self._digesting.start()
 
     def _free_buffers(self) -> HostBuffers[str] | None:
-        """Memory that no snapshot uses any more: a set for the newest, one for the next, one for a copy that a slow
-        follower still reads, and one for the version before where changes are sent."""
+        """Memory that no snapshot uses any more: a set for the newest, one for the next, and one for a copy that a slow
+        follower still reads."""
         free = next((b for b in self._buffers if b.free), None)
-        if free is None and len(self._buffers) < self._num_buffers:
+        if free is None and len(self._buffers) < NUM_BUFFERS:
             like = {n: local(t) for n, t in self._tensors.items() if self._boxes[n]}
             free = HostBuffers(like, self.mesh.device)
             self._buffers.append(free)

@@ -19,9 +19,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from shoestring.config import config_record, option, to_json
+from shoestring.config import Retired, config_record, option, to_json
 from shoestring.device import pick_dtype
 from shoestring.errors import Interrupted, UserError, in_run
 from shoestring.evals.model_row import evaluate_row
@@ -62,6 +62,9 @@ class Config(CheckpointConfig, ReducerConfig, pretraining.ModelConfig, CorpusCon
     """Behind the keys of the corpus (train/shards.py), of the model (train/pretraining.py), of the reducer
     (train/reducers/build.py) and of checkpoints (state/levels/settings.py)."""
 
+    RETIRED: ClassVar[dict[str, Retired]] = {
+        "publish_delta": Retired(False, "every published version is sent whole, to packed servers in their format")
+    }
     steps: int = option(2000, "optimizer steps", least=1)
     batch: int = option(16, "rows per step over all ranks", least=1)
     context: int = option(256, "tokens per row", least=2)
@@ -95,11 +98,6 @@ class Config(CheckpointConfig, ReducerConfig, pretraining.ModelConfig, CorpusCon
         None, "HOST:PORT at which servers follow this run (`shoestring serve --follow`)", advanced=True
     )
     publish_every: int = option(50, "steps between published weights", least=1, advanced=True)
-    publish_delta: bool = option(
-        False,
-        "also keep the previous published version, and send only what changed where that is faster",
-        advanced=True,
-    )
     run: str | None = option(None, "folder for this run; none makes runs/RECIPE-DATE")
     resume: str | None = option(None, "a run folder to continue; its settings are used")
     resume_from: ResumeFrom = option(
@@ -154,7 +152,7 @@ def pretrain(
     data = TokenData(corpus.train, **rows, seed=cfg.seed, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size)
     held_out = pretraining.validation_data(corpus, mesh, **rows)
 
-    publish = open_publish(model, mesh, cfg.publish, cfg.publish_every, cfg.steps, cfg.publish_delta)
+    publish = open_publish(model, mesh, cfg.publish, cfg.publish_every, cfg.steps)
 
     # After all checks: a wrong setting leaves no folder.
     folder = on_main(mesh, open_run_folder, recipe, to_json(cfg), ())

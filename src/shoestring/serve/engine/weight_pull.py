@@ -36,9 +36,7 @@ class WeightPull:
     def __init__(self, address: tuple[str, int], target: WeightTarget, timeout_s: float = 30.0) -> None:
         """UserError for a publisher whose model is another one."""
         self.target = target
-        # What was pulled before, with the digest of each rank's part, where only changes need to be sent.
-        self._last: tuple[list[str], Values] | None = None
-        self._values: list[dict[str, dict[str, Tensor]]] = []
+        self._values: dict[str, dict[str, Tensor]] | None = None
         first = Publisher(address, timeout_s)
         self._ranks = [first]
         try:
@@ -67,15 +65,15 @@ class WeightPull:
             if first is None or found is None or first.step != step or found.place != first.place:
                 raise Gone(f"step {step} has been replaced")
             digests.append(found.digest)
-        values = self._room()
-        have, held = ([""] * len(digests), None) if self._last is None else self._last
-        region = None if held is None else partial(self._region, held)
+        if self._values is None:
+            self._values = self.target.empty()
+        values = self._values
         sizes, errors = [0] * len(self._ranks), []
 
         def pull_from(place: int) -> None:
             try:
-                write, pieces = partial(self._write, values), self._pieces[place]
-                sizes[place] = self._ranks[place].pull(step, digests[place], pieces, write, have[place], region)
+                write = partial(self._write, values)
+                sizes[place] = self._ranks[place].pull(step, digests[place], self._pieces[place], write)
             except BaseException as error:
                 errors.append(error)
 
@@ -86,18 +84,8 @@ class WeightPull:
             thread.join()
         if errors:
             raise errors[0]
-        if self._ranks[0].delta:
-            self._last = digests, values
         digest = hashlib.blake2b("".join(digests).encode(), digest_size=16).hexdigest()
         return values, WeightsVersion(self.run, step, digest), sum(sizes)
-
-    def _room(self) -> dict[str, dict[str, Tensor]]:
-        """Memory of an earlier pull, which the engine has taken over; not what changes are counted from."""
-        free = next((v for v in self._values if self._last is None or v is not self._last[1]), None)
-        if free is None:
-            free = self.target.empty()
-            self._values.append(free)
-        return free
 
     def _write(self, values: Values, piece: WantedPiece, part: str, t: Tensor) -> None:
         into = self._region(values, piece, part)

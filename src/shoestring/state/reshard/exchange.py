@@ -4,9 +4,6 @@ Pulling keeps the two apart: a follower that is dead, slow or absent costs the p
 late gets the newest snapshot. Every rank of the publisher answers for its own shards; the first one tells followers
 where the others are. A follower plans with the layouts it is given (plan.py) which rank to ask for what.
 
-A publisher may keep the snapshot before the newest as well. A follower that has that one gets, tensor by tensor, only
-the bytes that changed, where they and the bitmap that places them are at most 1/1.2 of the whole.
-
 A message is a length, a JSON object, and the raw bytes that the object announces, with their CRC-32. Nothing is
 unpickled. A follower proves that it knows the key (SHOESTRING_PUBLISH_KEY on both sides; empty by default) by an HMAC
 over a random challenge; weights are not encrypted, so the address should be one of a trusted network.
@@ -31,7 +28,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -47,7 +43,6 @@ PROTOCOL = 3
 MOST_HEADER = 1 << 26  # bytes of a JSON object
 MOST_FOLLOWERS = 64
 BUCKET = 64 << 20
-DELTA_MARGIN = 1.2  # changes are sent where they are fewer bytes than the whole by this factor
 IDLE_S = 600.0  # a follower that asks nothing for so long is gone
 MOST_PROOF, PROOF_S = 1 << 12, 10.0  # bytes and seconds for a stranger to prove that it knows the key
 log = logging.getLogger("shoestring.publish")
@@ -182,10 +177,8 @@ class Catalogue:
 class SnapshotServer:
     """Answers followers from threads of its own, always with the newest snapshot."""
 
-    def __init__(self, address: tuple[str, int], catalogue: Catalogue, *, delta: bool = False) -> None:
-        """`delta`: keep the snapshot before the newest, and send what changed since."""
-        self.catalogue, self.delta = catalogue, delta
-        self._previous: Snapshot | None = None
+    def __init__(self, address: tuple[str, int], catalogue: Catalogue) -> None:
+        self.catalogue = catalogue
         self.endpoints: list[tuple[str, int]] = []  # of all ranks; set on the first
         self._changed = threading.Condition()
         self._snapshot: Snapshot | None = None
@@ -212,7 +205,6 @@ class SnapshotServer:
 
     def publish(self, snapshot: Snapshot) -> None:
         with self._changed:
-            self._previous = self._snapshot if self.delta else None
             self._snapshot = snapshot
             self._changed.notify_all()
 
@@ -259,7 +251,7 @@ class SnapshotServer:
                 channel.send({"error": f"the key is wrong; set {KEY} to the publisher's"})
                 return
             channel.sock.settimeout(IDLE_S)
-            channel.send({**self.catalogue.to_json(), "endpoints": self.endpoints, "delta": self.delta})
+            channel.send({**self.catalogue.to_json(), "endpoints": self.endpoints})
             while True:
                 self._answer(channel, Fields(channel.receive(), channel.peer))
         except (OSError, UserError, ValueError) as error:
@@ -285,14 +277,13 @@ class SnapshotServer:
             channel.send({"error": f"{shown(op)} is not a request"})
             return
         with self._changed:
-            snapshot, previous = self._snapshot, self._previous
-        step, digest, have = request.whole("step", least=0), request.text("digest", ""), request.text("have", "")
+            snapshot = self._snapshot
+        step, digest = request.whole("step", least=0), request.text("digest", "")
         if snapshot is None or snapshot.step != step or digest not in ("", snapshot.digest):
             channel.send({"error": f"step {step} is not kept any more", "gone": True})
             return
         try:
-            known = previous if previous is not None and previous.digest == have else None
-            for bucket in _buckets(snapshot, request.list("pieces"), known):
+            for bucket in _buckets(snapshot, request.list("pieces")):
                 channel.send({"parts": [row for row, _ in bucket]}, [t for _, t in bucket])
         except UserError as error:
             channel.send({"error": str(error)})
@@ -314,56 +305,26 @@ class SnapshotServer:
             return self._snapshot
 
 
-_Row = list[Any]  # number of the piece, part, dtype, shape; of changes only, also their bytes
+_Row = list[Any]  # number of the piece, part, dtype, shape
 
 
-def _buckets(snapshot: Snapshot, pieces: Sequence[Any], known: Snapshot | None) -> Iterator[list[tuple[_Row, Tensor]]]:
-    """`known`: what the follower has already."""
+def _buckets(snapshot: Snapshot, pieces: Sequence[Any]) -> Iterator[list[tuple[_Row, Tensor]]]:
     filled: list[tuple[_Row, Tensor]] = []
     size = 0
     for number, entry in enumerate(pieces):
         match entry:
             case [str(name), list(start), list(stop), dict(form)]:
-                box = Box(tuple(start), tuple(stop))
-                parts = snapshot.parts(name, box, form)
-                old = {} if known is None else known.parts(name, box, form)
+                parts = snapshot.parts(name, Box(tuple(start), tuple(stop)), form)
             case _:
                 raise UserError(f"{shown(entry)} is not a piece of a tensor")
         for part, t in parts.items():
-            row: _Row = [number, part, DTYPE_NAMES[t.dtype], list(t.shape)]
-            changes = changed_bytes(old[part], t) if part in old else None
-            filled.append((row, t) if changes is None else ([*row, len(changes)], changes))
-            size += filled[-1][1].nbytes
+            filled.append(([number, part, DTYPE_NAMES[t.dtype], list(t.shape)], t))
+            size += t.nbytes
             if size >= BUCKET:
                 yield filled
                 filled, size = [], 0
     if filled:
         yield filled
-
-
-def changed_bytes(old: Tensor, new: Tensor) -> Tensor | None:
-    """A bitmap of the bytes that differ, and those bytes; None where that is more than 1/1.2 of the whole."""
-    a, b = (t.contiguous().reshape(-1).view(torch.uint8) for t in (old, new))
-    if len(a) != len(b):
-        return None
-    changed = a != b
-    size = -(-len(b) // 8) + int(changed.sum())
-    if size * DELTA_MARGIN >= len(b):
-        return None
-    return torch.cat([torch.from_numpy(np.packbits(changed.numpy())), b[changed]])
-
-
-def with_changes(old: Tensor, changes: Tensor) -> Tensor:
-    """The tensor that `changed_bytes` compared with `old`."""
-    data = old.contiguous().reshape(-1).view(torch.uint8).clone()
-    num = -(-len(data) // 8)
-    if len(changes) < num:
-        raise UserError("the changes of a tensor are cut off")
-    changed = torch.from_numpy(np.unpackbits(changes[:num].numpy())[: len(data)]).bool()
-    if int(changed.sum()) != len(changes) - num:
-        raise UserError("the changes of a tensor do not match their bitmap")
-    data[changed] = changes[num:]
-    return data.view(old.dtype).reshape(old.shape)
 
 
 # -- following --------------------------------------------------------------------------------------------------
@@ -408,7 +369,6 @@ class Publisher:
             self._channel.send({"proof": _proof(fields.text("challenge"))})
             hello = self._channel.receive()
             self.catalogue = Catalogue.from_json(hello, self._channel.peer)
-            self.delta = hello.get("delta") is True
             self.endpoints = [
                 _endpoint(e, self._channel.peer) for e in Fields(hello, self._channel.peer).list("endpoints")
             ]
@@ -427,21 +387,13 @@ class Publisher:
         return Offered(fields.whole("step", least=0), fields.text("digest"), fields.whole("turns", least=0))
 
     def pull(
-        self,
-        step: int,
-        digest: str,
-        pieces: Sequence[WantedPiece],
-        write: Callable[[WantedPiece, str, Tensor], None],
-        have: str = "",
-        held: Callable[[WantedPiece, str], Tensor] | None = None,
+        self, step: int, digest: str, pieces: Sequence[WantedPiece], write: Callable[[WantedPiece, str, Tensor], None]
     ) -> int:
-        """Get the pieces of a snapshot; `write` takes each part as it arrives. `held`: the parts of the snapshot with
-        the digest `have`, of which only changes need to come. The number of bytes.
+        """Get the pieces of a snapshot; `write` takes each part as it arrives. The number of bytes.
 
         Snapshots are told apart by digests: a run that goes back publishes a step again, with other weights."""
         rows = [[p.name, list(p.box.start), list(p.box.stop), dict(p.form)] for p in pieces]
-        known = {} if held is None else {"have": have}
-        self._channel.send({"op": "get", "step": step, "digest": digest, "pieces": rows, **known})
+        self._channel.send({"op": "get", "step": step, "digest": digest, "pieces": rows})
         total = 0
         while True:
             header = self._channel.receive()
@@ -452,21 +404,16 @@ class Publisher:
             at = 0
             for row in Fields(header, self._channel.peer).list("parts"):
                 match row:
-                    case [int(number), str(part), str(dtype), list(shape), *changes] if dtype in DTYPES:
+                    case [int(number), str(part), str(dtype), list(shape)] if dtype in DTYPES:
                         kind = DTYPES[dtype]
                     case _:
                         raise UserError(f"{self._channel.peer} sent {shown(row)} for a part")
-                if not 0 <= number < len(pieces) or not all(isinstance(n, int) and n >= 0 for n in (*shape, *changes)):
+                if not 0 <= number < len(pieces) or not all(isinstance(n, int) and n >= 0 for n in shape):
                     raise UserError(f"{self._channel.peer} sent {shown(row)} for a part")
-                size = changes[0] if changes else kind.itemsize * math.prod(shape)
-                if at + size > len(data_N) or (changes and held is None):
+                size = kind.itemsize * math.prod(shape)
+                if at + size > len(data_N):
                     raise UserError(f"{self._channel.peer} sent something else than it was asked for")
-                data = data_N[at : at + size].clone()
-                if changes and held is not None:
-                    value = with_changes(held(pieces[number], part), data)
-                else:
-                    value = data.view(kind).reshape(shape)
-                write(pieces[number], part, value)
+                write(pieces[number], part, data_N[at : at + size].clone().view(kind).reshape(shape))
                 at += size
 
     def close(self) -> None:
