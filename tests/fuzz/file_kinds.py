@@ -19,6 +19,7 @@ import torch
 from file_cases import Kind, on
 from file_damage import LONG_NAME, damage_value, hostile_json
 
+from foreign_folders import save_gptq_awq
 from shoestring.cli.inspect import summarize
 from shoestring.errors import UserError
 from shoestring.evals.tasks import read_task
@@ -37,7 +38,6 @@ from shoestring.model.gguf import load_gguf
 from shoestring.model.gguf_file import GgufFile, open_gguf
 from shoestring.model.gguf_names import ARCHITECTURES, place_of
 from shoestring.model.gguf_write import save_gguf
-from shoestring.model.gptq_awq import save_gptq_awq
 from shoestring.model.skip import SkipSet, StandIn, Sublayer
 from shoestring.model.spec import Experts
 from shoestring.model.verify import verify
@@ -127,7 +127,7 @@ def make_gptq(folder: Path) -> None:
     model = random_model(QWEN2)
     convert(model, [("blocks.*", parse_format("int4:g32"))])
     pack(model)
-    save_gptq_awq(folder, model, method="gptq")
+    save_gptq_awq(folder, model, "gptq")
 
 
 def traversal(folder: Path, rng: random.Random) -> str:

@@ -541,8 +541,7 @@ def export(
         Path, typer.Argument(help="The folder to write, or a file name that ends in .gguf; it must not exist yet.")
     ],
     layout: Annotated[
-        str | None,
-        typer.Option("--as", help="dense, packed (ours), compressed-tensors, gptq, awq, fp8 (for vLLM) or gguf."),
+        str | None, typer.Option("--as", help="dense, packed (ours), compressed-tensors, fp8 (for vLLM) or gguf.")
     ] = None,
     dtype: Annotated[
         str, typer.Option(help="For folders: auto, fp32, bf16 or fp16; auto is bf16, or the dtype of the scales.")

@@ -34,7 +34,6 @@ from shoestring.model.export import FP8, GGUF, Exported
 from shoestring.model.folder import LoadedModel, load_model
 from shoestring.model.gguf_blocks import FLOAT_KINDS
 from shoestring.model.gguf_write import NEEDS_LLAMA, save_gguf
-from shoestring.model.gptq_awq import AWQ, GPTQ
 from shoestring.runlog import versions, write_atomically
 from shoestring.serve import Engine, Sampling
 from shoestring.state.files import write_json
@@ -196,10 +195,8 @@ def check_target(layout: str) -> None:
     if layout == GGUF:
         if importlib.util.find_spec("llama_cpp") is None:
             raise UserError(f"--certify loads the file in llama.cpp, which is not installed: {NEEDS_LLAMA}")
-    elif layout in (GPTQ, AWQ, FP8):
-        raise UserError(
-            f"--certify cannot load {layout} folders: their readers need a GPU; use --as compressed-tensors"
-        )
+    elif layout == FP8:
+        raise UserError("--certify cannot load FP8 folders: their readers need a GPU; use --as compressed-tensors")
     elif layout not in needed:
         raise UserError(f"--certify compares with another program, and only shoestring reads {layout} folders")
     else:

@@ -1,7 +1,7 @@
 """A model in the layout of its next reader: `shoestring export`.
 
-Each layout has a file of its own: save.py (dense and packed folders), compressed_tensors.py, gptq_awq.py,
-fp8_folder.py, gguf_write.py. Here is only the choice, and what to say about the result. docs/export.md has the table
+Each layout has a file of its own: save.py (dense and packed folders), compressed_tensors.py, fp8_folder.py,
+gguf_write.py. Here is only the choice, and what to say about the result. docs/export.md has the table
 of which Format fits where.
 """
 
@@ -20,15 +20,13 @@ from shoestring.model.folder import LoadedModel, load_model
 from shoestring.model.fp8_folder import METHOD as FP8
 from shoestring.model.fp8_folder import save_fp8
 from shoestring.model.gguf_write import AUTO, WrittenTensor, check_kind, save_gguf
-from shoestring.model.gptq_awq import AWQ, GPTQ, save_gptq_awq
+from shoestring.model.gptq_awq import AWQ, GPTQ
 from shoestring.model.save import save_model
 
 GGUF = "gguf"
 READERS = {
     "dense": "transformers loads it with AutoModelForCausalLM",
     "compressed-tensors": "vLLM loads it, and transformers where the package compressed-tensors is installed",
-    GPTQ: "vLLM loads it, and transformers where gptqmodel is installed",
-    AWQ: "vLLM loads it, and transformers where gptqmodel or autoawq is installed",
     FP8: "vLLM and transformers load it; they usually round activations to FP8 as well",
     "packed": "shoestring loads it",
     GGUF: "llama.cpp and what is built on it load it",
@@ -69,6 +67,11 @@ def pick_layout(out: Path, layout: str | None) -> str:
             "shrink/drafter is a model of its own: write it --as dense and give vLLM the folder as the model of "
             "speculative_config"
         )
+    if layout in (GPTQ, AWQ):
+        raise UserError(
+            f"--as {layout} is not written any more (such folders are still read): use --as compressed-tensors, which "
+            "vLLM and transformers load"
+        )
     if layout not in READERS:
         raise UserError(f"--as {layout!r} is not possible: use {', '.join(READERS)}.{suggest(layout, list(READERS))}")
     if (layout == GGUF) != (out.suffix == ".gguf"):
@@ -87,7 +90,7 @@ def export_model(
         raise UserError("--dtype is for folders; a GGUF file takes --type, for example --type BF16")
     kind = check_kind(kind)  # before gigabytes are read
     loaded = load_model(source)
-    if layout in ("compressed-tensors", FP8, GPTQ, AWQ) and loaded.model.embed.packed:
+    if layout in ("compressed-tensors", FP8) and loaded.model.embed.packed:
         # Readers of these layouts take packed layers inside the blocks, and no packed embedding and head.
         for end in (loaded.model.embed, loaded.model.head):
             if end is not None and end.packed:
@@ -99,9 +102,6 @@ def export_model(
         return Exported(out, layout, loaded)
     if layout == FP8:
         save_fp8(out, loaded.model, loaded.tokenizer, dtype=dtype)
-        return Exported(out, layout, loaded)
-    if layout in (GPTQ, AWQ):
-        save_gptq_awq(out, loaded.model, loaded.tokenizer, method=layout, dtype=dtype)
         return Exported(out, layout, loaded)
     if layout == "dense":
         unpack(loaded.model)

@@ -1,4 +1,5 @@
-"""GPTQ and AWQ folders, read and written: the two older layouts of packed integers.
+"""GPTQ and AWQ folders, read: the two older layouts of packed integers. They are not written any more: their programs
+are archived, and what reads them reads compressed-tensors.
 
 A linear layer `X` with b bits, `groups` groups of `in / groups` columns:
 
@@ -10,176 +11,32 @@ A linear layer `X` with b bits, `groups` groups of `in / groups` columns:
            X.qzeros   int32 [groups, out/8]     zero points, the same
            X.scales   fp16  [groups, out]
 
-The weight is (code - zero) * scale in both, which is ours: nothing is rounded. A zero point of 0 has no place in GPTQ's
-first version, which stores -1; such a model is written as version 2 (`checkpoint_format: gptq_v2`), which stores zero
-points as they are. One pair of bits and group per folder, as the readers expect it; scales are float16.
+The weight is (code - zero) * scale in both, which is ours: nothing is rounded. GPTQ's version 2
+(`checkpoint_format: gptq_v2`) stores zero points as they are.
 
 Left out: columns in another order (act-order), AWQ's GEMV order, bits that differ between layers (`dynamic`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from shoestring.errors import UserError
-from shoestring.formats import Format, FormatLinear, IntAsym, Parts, formats_of
-from shoestring.formats.convert import format_linears
+from shoestring.formats import IntAsym
 from shoestring.formats.groups import group_width
 from shoestring.kernels.lowbit.packing import CODES_PER_RUN, pack_bits, unpack_bits
-from shoestring.model import hf_names
-from shoestring.model.compressed_tensors import as_bytes, as_int32, left_dense, stored_parts
-from shoestring.model.save import Entry, gather, write_extras, write_folder
-from shoestring.state.files import SHARD_BYTES, TensorFiles, TensorInfo, write_json
-
-if TYPE_CHECKING:
-    from shoestring.model.spec import ModelSpec
-    from shoestring.model.tokenizer import Tokenizer
-    from shoestring.model.transformer import Decoder
+from shoestring.model.compressed_tensors import as_bytes
+from shoestring.state.files import TensorFiles
 
 GPTQ, AWQ = "gptq", "awq"
 BITS = {GPTQ: (2, 3, 4, 8), AWQ: (4,)}
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # output i of a word is at bits 4 * place, place the position of i in here
 UNQUANTIZED = "give the folder of the unquantized model"
-INSTEAD = "use --as compressed-tensors, --as packed (read by shoestring only) or --as dense"
-
-# -- writing -------------------------------------------------------------------------------------------------
-
-
-def save_gptq_awq(
-    path: str | Path,
-    model: Decoder,
-    tokenizer: Tokenizer | None = None,
-    *,
-    method: str,
-    dtype: torch.dtype | None = None,
-    shard_bytes: int = SHARD_BYTES,
-) -> Path:
-    """Write the integer layers in the layout of `method`, whole or not at all; `dtype`: of all other weights."""
-    layers, dtype = dict(format_linears(model)), dtype or torch.float16
-    wanted = _wanted(model.spec, method, formats_of(model), layers)
-    grid = next(iter(wanted.values()))
-    parts = {name: stored_parts(layers[name], model.compute_dtype) for name in wanted}
-    zeros = torch.cat([get()["zero"].unique() for get in parts.values()]).unique()
-    version2 = method == GPTQ and bool((zeros == 0).any())
-    # Readers of a symmetric folder do not look at the zero points; a learned grid may have moved them.
-    symmetric = zeros.tolist() == [2 ** (grid.bits - 1)]
-    entries = _dense_entries(model, wanted, dtype)
-    for name in wanted:
-        module = hf_names.hf_module(model.spec, name)
-        entries += _layer_entries(module, layers[name], grid, parts[name], method, version2)
-    about = _described(method, replace(grid, symmetric=symmetric), version2, left_dense(model, wanted))
-
-    def write_rest(folder: Path) -> None:
-        write_extras(folder, model.spec, tokenizer, dtype, about)
-        if method == GPTQ:  # older readers look here
-            write_json(folder / "quantize_config.json", about)
-
-    return write_folder(path, entries, write_rest, limit=shard_bytes)
-
-
-def _wanted(
-    spec: ModelSpec, method: str, formats: dict[str, Format], layers: dict[str, FormatLinear]
-) -> dict[str, IntAsym]:
-    """The layers to pack, once all of them are known to fit; UserError that names the first that does not."""
-    if hf_names.is_fused(spec):
-        raise UserError(
-            f"{method} folders hold separate Linear layers, and a {spec.model_type} model has none; "
-            "use --as packed (read by shoestring only) or --as dense"
-        )
-    found: dict[str, IntAsym] = {}
-    for name, format in formats.items():
-        module = hf_names.hf_module(spec, name)
-        if not isinstance(format, IntAsym) or format.bits not in BITS[method]:
-            allowed = ", ".join(f"int{bits}" for bits in BITS[method])
-            raise UserError(f"{method} folders hold {allowed}, and {module} is {format.label}; {INSTEAD}")
-        rows, width = layers[name].shape
-        if format.scale_dtype != "float16":
-            raise UserError(f"{method} folders have float16 scales, and {module} is {format.label}; {INSTEAD}")
-        if width * format.bits % 32 or rows * format.bits % 32:
-            raise UserError(f"{method} folders pack whole words, and {module} is {rows} x {width}; {INSTEAD}")
-        found[name] = format
-    kinds = {(f.bits, f.group): f"{f.label} ({hf_names.hf_module(spec, n)})" for n, f in found.items()}
-    if len(kinds) != 1:
-        given = ", ".join(sorted(kinds.values())) or "none: quantize it first, for example with shrink/ptq"
-        raise UserError(f"{method} folders have one kind of integers in all layers; the model has {given}; {INSTEAD}")
-    left = [n for n in layers if n not in found and n.startswith("blocks.") and not n.endswith("router")]
-    if method == GPTQ and left:
-        raise UserError(
-            f"gptq folders pack every layer of the blocks, and {hf_names.hf_module(spec, left[0])} is dense; {INSTEAD}"
-        )
-    return found
-
-
-def _dense_entries(model: Decoder, wanted: dict[str, IntAsym], dtype: torch.dtype) -> list[Entry]:
-    entries = []
-    for name, t in model.state_dict().items():
-        module, _, leaf = name.rpartition(".")
-        if module not in wanted or not leaf.startswith("weight"):
-            stored = hf_names.source_of(model.spec, name).name
-            entries.append(Entry(TensorInfo(stored, tuple(t.shape), dtype), gather(t, dtype)))
-    return entries
-
-
-def _layer_entries(
-    module: str, layer: FormatLinear, format: IntAsym, parts: Callable[[], Parts], method: str, version2: bool
-) -> list[Entry]:
-    (rows, width), bits = layer.shape, format.bits
-    group = group_width(width, format.group)
-    groups = width // group
-    found: list[tuple[str, tuple[int, ...], torch.dtype, Callable[[], Tensor]]] = [
-        ("scales", (groups, rows), torch.float16, lambda: parts()["scale"].t().contiguous())
-    ]
-    if method == AWQ:
-        found += [
-            ("qweight", (width, rows // 8), torch.int32, lambda: awq_words(unpack_bits(parts()["codes"], bits).t())),
-            ("qzeros", (groups, rows // 8), torch.int32, lambda: awq_words(parts()["zero"].t())),
-        ]
-    else:
-        less = 0 if version2 else 1
-        found += [
-            ("qweight", (width * bits // 32, rows), torch.int32, lambda: as_int32(parts()["codes"]).t().contiguous()),
-            ("qzeros", (groups, rows * bits // 32), torch.int32, lambda: gptq_zeros(parts()["zero"] - less, bits)),
-            ("g_idx", (width,), torch.int32, lambda: (torch.arange(width) // group).to(torch.int32)),
-        ]
-    return [Entry(TensorInfo(f"{module}.{leaf}", shape, kind), get) for leaf, shape, kind, get in found]
-
-
-def gptq_zeros(zero: Tensor, bits: int) -> Tensor:
-    """uint8 [out, groups] -> int32 [groups, out*bits/32]."""
-    turned = zero.t().contiguous()
-    padded = F.pad(turned, (0, -turned.shape[1] % 8))
-    return as_int32(pack_bits(padded, bits))[:, : zero.shape[0] * bits // 32].contiguous()
-
-
-def awq_words(codes: Tensor) -> Tensor:
-    """4-bit codes uint8 [n, out] -> int32 [n, out/8]."""
-    ordered = codes.reshape(codes.shape[0], -1, 8)[..., list(AWQ_ORDER)].flatten(1)
-    return as_int32(pack_bits(ordered.contiguous(), 4))
-
-
-def _described(method: str, format: IntAsym, version2: bool, dense: list[str]) -> dict[str, Any]:
-    """The quantization_config of config.json."""
-    about: dict[str, Any] = {"quant_method": method, "bits": format.bits, "group_size": format.group or -1}
-    if method == AWQ:
-        return {**about, "version": "gemm", "zero_point": True, "modules_to_not_convert": dense or None}
-    return {
-        **about,
-        "desc_act": False,
-        "sym": format.symmetric,
-        "lm_head": False,
-        "checkpoint_format": "gptq_v2" if version2 else "gptq",
-        "pack_dtype": "int32",
-    }
-
-
-# -- reading -------------------------------------------------------------------------------------------------
 
 
 class GptqAwqFiles:
@@ -292,6 +149,6 @@ class GptqAwqFiles:
 
 
 def awq_codes(words: Tensor) -> Tensor:
-    """The inverse of `awq_words`: int32 [n, out/8] -> uint8 [n, out]."""
+    """The 4-bit codes of int32 words: [n, out/8] -> uint8 [n, out]."""
     places = [AWQ_ORDER.index(i) for i in range(8)]
     return unpack_bits(as_bytes(words), 4).unflatten(1, (-1, 8))[..., places].flatten(1)
