@@ -24,7 +24,7 @@ from shoestring.formats import allocate_packed, keep_decoded, use_kernels
 from shoestring.formats.convert import format_hosts
 from shoestring.json_files import read_object
 from shoestring.model.save import PACKED_VERSION, Entry, half_of, write_folder
-from shoestring.state.files import TensorFiles, TensorInfo, write_json
+from shoestring.state.files import POOLING, TensorFiles, TensorInfo, write_json
 
 # What transformers computes without code of the model's own, and what has no causal mask.
 TEXT_TYPES = (
@@ -36,7 +36,7 @@ IMAGE_TYPES = ("beit", "deit", "dinov2", "vit")
 KEPT = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt", "vocab.json", "merges.txt"),
     *("preprocessor_config.json", "modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"),
-    "1_Pooling/config.json",
+    f"{POOLING}/config.json",
 )
 
 

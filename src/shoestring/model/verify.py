@@ -19,7 +19,7 @@ from shoestring.errors import UserError, shown
 from shoestring.json_files import Fields, read_object
 from shoestring.paths import expand, find_model
 from shoestring.state.checkpoint_files import CHUNK, MANIFEST
-from shoestring.state.files import CHECKSUMS, TensorFiles, open_tensors
+from shoestring.state.files import CHECKSUMS, POOLING, TensorFiles, open_tensors
 from shoestring.state.manifest import read_manifest
 
 ALWAYS_FINITE = ("F4", "F6_E2M3", "F6_E3M2")  # every code is a number, and torch computes with none of them
@@ -78,7 +78,7 @@ def read_checksums(folder: Path) -> dict[str, tuple[int, str]]:
         return {}
     found = {}
     for name, entry in Fields(read_object(path), str(path)).object("files").items():
-        if Path(name).name != name or not isinstance(entry, dict):
+        if Path(name).name != name.removeprefix(f"{POOLING}/") or not isinstance(entry, dict):
             raise UserError(f"{path} lists {shown(name)}: {shown(entry)}; only files beside it have checksums")
         values = Fields(entry, f"{path}, {name}")
         found[name] = (values.whole("bytes", least=0), values.text("sha256"))

@@ -36,6 +36,7 @@ SHARD_BYTES = 5 * 10**9
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")  # endings of weights that are pickles
 MODEL_METADATA = {"format": "pt"}  # in the header of every weight file of a model folder
 CHECKSUMS = "checksums.json"  # of a model folder: sha256 of every other file
+POOLING = "1_Pooling"  # the one folder inside a model folder: sentence-transformers keeps a config.json there
 FORGOTTEN_S = 24 * 3600.0  # a hidden folder of another machine that is this old belongs to no process any more
 _HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<kind>new|old)-(?P<host>.+)-(?P<pid>[0-9]+)")
 
@@ -363,15 +364,16 @@ class AtomicFolder:
     def finish(self) -> None:
         """Put the new folder in the place of the old one."""
         files = {
-            file.name: {
+            file.relative_to(self.temp).as_posix(): {
                 "bytes": file.stat().st_size,
                 "sha256": self._checksums.get(file.name) or hashlib.sha256(file.read_bytes()).hexdigest(),
             }
-            for file in sorted(self.temp.iterdir())
+            for file in sorted(self.temp.rglob("*"))
+            if file.is_file()
         }
         write_json(self.temp / CHECKSUMS, {"algorithm": "sha256", "files": files})
-        for file in self.temp.iterdir():
-            sync(file)
+        for entry in self.temp.rglob("*"):
+            sync(entry)
         replace_folder(self.temp, self.target, hidden_name(self.target, "old"))
 
     def clean(self) -> None:
@@ -393,5 +395,10 @@ def _check_replaceable(target: Path) -> None:
 
 def _foreign(folder: Path) -> list[str]:
     """What in the folder is no part of a model folder, by name."""
-    entries = sorted(folder.iterdir())
-    return [e.name for e in entries if e.is_dir() or not any(fnmatch.fnmatch(e.name, p) for p in _MODEL_FILES)]
+    return [e.name for e in sorted(folder.iterdir()) if not _is_own(e)]
+
+
+def _is_own(entry: Path) -> bool:
+    if entry.is_dir():
+        return entry.name == POOLING and all(e.name == "config.json" for e in entry.iterdir())
+    return any(fnmatch.fnmatch(entry.name, p) for p in _MODEL_FILES)

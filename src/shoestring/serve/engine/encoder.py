@@ -22,6 +22,7 @@ from shoestring.model.encoder import TEXT_TYPES, encoder_type, load_encoder_modu
 from shoestring.model.tokenizer import Tokenizer
 from shoestring.serve.engine.embedding import Pooling, padded, pooled
 from shoestring.serve.engine.request import Output, Request, Stats
+from shoestring.state.files import POOLING
 
 # Position ids of these begin behind the padding token's.
 _SHIFTED = ("roberta", "xlm-roberta", "camembert", "mpnet")
@@ -123,7 +124,7 @@ def _no_text() -> UserError:
 
 def folder_pooling(folder: Path) -> Pooling | None:
     """The pooling that a sentence-transformers folder asks for; None where it says nothing."""
-    file = folder / "1_Pooling" / "config.json"
+    file = folder / POOLING / "config.json"
     if not file.is_file():
         return None
     asked = read_object(file)
