@@ -6,7 +6,7 @@
     python -m benchmarks.cpu_decode start --llama-python PYTHON     2 minutes, on an idle machine
 
 Rows: fp32; 4-bit weights decoded to fp32 once (the default of a packed model on a CPU); the same codes multiplied with
-activations rounded to 8 bits, with an fp32 head and with an 8-bit one (the embedding in int8:g0, as recipes leave it),
+activations rounded to 8 bits, with an fp32 head and with an 8-bit one (the embedding in int8:g0),
 the latter also as on a machine without a C++ compiler; llama.cpp on the GGUF file that all rows come from (Q4_1, its
 head Q8_0), through llama-cpp-python in an interpreter that has it, and on files that its own quantizer makes of it
 (Q4_0 and IQ4_NL, which it repacks for Arm and AVX2 when it loads them, and Q4_K_M; the head stays Q8_0). 4-bit weights
@@ -71,7 +71,7 @@ FILE = "llama.cpp's Q4_0 file, 8-bit activations"
 FILES = {"Q4_0": FILE, "Q4_K_M": FILE.replace("Q4_0", "Q4_K_M"), "Q4_1": "the Q4_1 file, 8-bit activations"}  # in ours
 STEPPED = (*(f + WHOLE for f in FORMATS), SHRUNK, *FILES.values())
 KINDS = (", decoded", ", 8-bit activations", WHOLE, WHOLE + BARE)
-EMBED = "int8:g0"  # of embedding and head, as recipes leave them
+EMBED = "int8:g0"  # of embedding and head: the bytes and kernels of int8:sym:g0, which recipes leave
 PROMPT = "prompt_tokens_per_s"
 COMMAND, MEMORY = "command_s", "peak_mb"
 TOGETHER, STREAMS = "streams_tokens_per_s", (1, 2, 4, 8, 16)

@@ -30,7 +30,7 @@ from shoestring.shrink.gptq import Gptq
 from shoestring.shrink.quantize import quantize
 
 TEXTS = {"WikiText-2": "wikitext-2/test.txt", "addresses": "sotu.txt", "stories": "tinystories_2M.txt"}
-EMBEDS = ("dense", "int8:g0", "int4:g64")
+EMBEDS = ("dense", "int8:sym:g0", "int8:g0", "int4:g64")
 LETTERS = 40_000  # of a text: more than the tokens that are evaluated
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -37,6 +38,7 @@ def tokenizer() -> Tokenizer:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("certificate") / "model"
     save_model(place, random_model(replace(SPEC, vocab_size=tokenizer().vocab_size)), tokenizer())
+    (place.parent / "config.json").write_text('{"recipe": "train/dense", "config": {}}')  # of a run
     return place
 
 
@@ -64,7 +66,10 @@ def test_a_plain_folder_in_transformers(folder: Path, tmp_path: Path, capsys: py
     assert found["stop_tokens"]["ours"] == found["stop_tokens"]["theirs"] and len(found["stop_tokens"]["ours"]) == 2
     assert found["export"]["largest_difference"] > 0.001  # bf16
     assert {"shoestring", "torch", "transformers"} <= set(found["versions"])
+    digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+    assert found["source"] == folder.parent.name and found["source_sha256"] == {"model.safetensors": digest}
     card = (out / "README.md").read_text()
+    assert f"from `{folder.parent.name}` (sha256: model.safetensors {digest[:12]})" in card
     assert (
         card.startswith("# out\n")
         and "Largest difference of a logit" in card

@@ -31,6 +31,7 @@ from shoestring.model.hf import spec_from_hf
 from shoestring.model.spec import LinearRope, Llama3Rope, LongRope, ModelSpec, YarnRope
 from shoestring.model.tokenizer import Tokenizer
 from shoestring.model.vocabulary import set_byte_level
+from shoestring.shrink.whole_model import EMBED
 from tiny import CAT_TEXT, LLAMA, chat_tokenizer, random_model, tiny_tokenizer
 
 transformers = pytest.importorskip("transformers")
@@ -155,6 +156,23 @@ def test_a_packed_embedding_keeps_its_codes(tmp_path: Path) -> None:
     exported = export_model(tmp_path / "p", tmp_path / "m.gguf")
     assert {t.kind for t in exported.tensors} == {"Q4_0", "F32"} and all(t.exact for t in exported.tensors)
     assert torch.equal(logits_of(load_model(tmp_path / "m.gguf").model), logits_of(model))
+
+
+@pytest.mark.parametrize(("embed", "auto", "note"), [(EMBED, "Q8_0", None), ("int8:g0", "F32", "no smaller type")])
+def test_an_embedding_of_8_bits_is_never_rounded_to_4(embed: str, auto: str, note: str | None, tmp_path: Path) -> None:
+    """`EMBED`, the default of the recipes, is exact; what no type but F32 holds is said."""
+    model = random_model(replace(LLAMA, d_model=64, d_ff=96, head_dim=16)).eval()
+    convert(model, [("embed", parse_format(embed)), ("*", parse_format("int4:g32"))])
+    pack(model)
+    save_model(tmp_path / "p", model, tiny_tokenizer())
+    exported = export_model(tmp_path / "p", tmp_path / "m.gguf")
+    kinds = {t.name: t.kind for t in exported.tensors}
+    assert kinds["token_embd.weight"] == auto and kinds["blk.0.ffn_up.weight"] == "Q5_0"
+    assert all(t.exact for t in exported.tensors)
+    assert note is None if exported.note is None else note is not None and note in exported.note
+    small = {t.name: t for t in export_model(tmp_path / "p", tmp_path / "s.gguf", kind="Q4_1").tensors}
+    assert small["token_embd.weight"].kind == "Q8_0" and small["blk.0.ffn_up.weight"].kind == "Q4_1"
+    assert small["token_embd.weight"].exact is (embed == EMBED) and small["token_embd.weight"].relative_error < 0.01
 
 
 def test_codes_are_kept_where_only_the_offset_is_rounded(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def test_text_clip_and_training_end_in_a_packed_model(cli: Callable[..., str], h
     out = cli(*PROMPTS, "run=live")
     assert "gamma 0." in out and "packed model in live/model" in out
     before, after = read_jsonl(here / "live/evals.jsonl")
-    assert before["format"] == "dense" and after["format"] == "int2:g32 + int8:g0"
+    assert before["format"] == "dense" and after["format"] == "int2:g32 + int8:sym:g0"
     losses = [row["loss"] for row in read_jsonl(here / "live/metrics.jsonl")]
     assert len(losses) == 6 and losses[-1] < losses[0]
     assert len(read_jsonl(here / "live/self_text.jsonl")) == 12

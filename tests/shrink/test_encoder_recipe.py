@@ -14,9 +14,10 @@ from safetensors.torch import load_file, save_file
 
 from shoestring.errors import UserError
 from shoestring.formats import formats_of
-from shoestring.model.encoder import load_encoder_module
+from shoestring.model.encoder import load_encoder_module, save_packed_encoder
+from shoestring.model.verify import verify
 from shoestring.runlog import read_jsonl
-from shoestring.serve.engine.encoder import is_encoder, load_encoder
+from shoestring.serve.engine.encoder import folder_pooling, is_encoder, load_encoder
 from shoestring.shrink import encoder_stages
 from tiny import tiny_tokenizer
 
@@ -34,6 +35,8 @@ def bert(here: Path) -> Path:
     config = transformers.BertConfig(vocab_size=tokenizer.vocab_size, max_position_embeddings=40, **SIZES)
     transformers.BertModel(config).save_pretrained(here / "bert")
     tokenizer.save(here / "bert")
+    (here / "bert/1_Pooling").mkdir(exist_ok=True)  # as sentence-transformers writes it
+    (here / "bert/1_Pooling/config.json").write_text('{"pooling_mode_cls_token": true}')
     return here / "bert"
 
 
@@ -53,7 +56,7 @@ def test_a_bert_from_the_command_line(
     assert rows[1]["megabytes"] < 0.4 * rows[0]["megabytes"]
     model = load_encoder_module(here / "small/model", "cpu", torch.float32)
     labels = {name: format.label for name, format in formats_of(model).items()}
-    assert labels.pop("embeddings.word_embeddings") == "int8:g0"
+    assert labels.pop("embeddings.word_embeddings") == "int8:sym:g0"
     assert len(labels) == 12 and set(labels.values()) == {"int4:g32"}
     stored = load_file(here / "small/model/packed.safetensors")
     assert not any(t.dtype == torch.float32 for t in stored.values())
@@ -61,8 +64,14 @@ def test_a_bert_from_the_command_line(
     assert 0 < (outputs(here / "small/model", tokens) - outputs(bert, tokens)).norm() < 0.3 * 64
     assert is_encoder(here / "small/model") and load_encoder(here / "small/model").d_model == 64
     assert "int4:g32" in cli("inspect", "small/model")
+    assert folder_pooling(here / "small/model") == "cls"
+    assert "1_Pooling/config.json" in verify(here / "small/model").checked
     told = json.loads((here / "small/model/quantization.json").read_text())
     assert len(told["layers"]) == 12 and all(layer["output_error"] is not None for layer in told["layers"])
+    save_packed_encoder(here / "small/model", model, bert)  # a folder of ours is replaced, and the user's own is not
+    (here / "small/model/1_Pooling/notes.txt").touch()
+    with pytest.raises(UserError, match="it holds '1_Pooling'"):
+        save_packed_encoder(here / "small/model", model, bert)
 
     assert "is an encoder: leave it out" in run("text=test.txt", fails=True)
     assert "is an encoder: `shoestring run shrink/ptq method=rtn" in cli("run", "shrink/rtn", "model=bert", fails=True)

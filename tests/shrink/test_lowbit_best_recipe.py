@@ -54,7 +54,7 @@ def test_blocks_then_end_to_end(cli: Callable[..., str], here: Path) -> None:
     out = cli(*(a for a in BEST if a[:5] not in ("batch", "micro")), "batch=16", "micro=16", "run=best")
     assert "block by block: 3/3" in out and "training tokens end to end" in out
     before, after = read_jsonl(here / "best/evals.jsonl")
-    assert before["format"] == "dense" and after["format"] == "int2:g32 + int8:g0"
+    assert before["format"] == "dense" and after["format"] == "int2:g32 + int8:sym:g0"
     assert after["bits_per_weight"] == 2.75  # of the layers
     told = json.loads((here / "best/model/quantization.json").read_text())
     assert told["method"] == "shrink/lowbit_best" and told["gamma"] == 0

@@ -37,9 +37,11 @@ SMALL = ["model=model", "calib_windows=6", "calib_context=32", "context=32", "ma
 def test_gptq_end_to_end(cli: Callable[..., str], here: Path) -> None:
     argv = [*SMALL, "format=int3:g32", "calib=calib.txt", "text=test.txt"]
     out = cli(*argv, "run=gptq", "dense_out=dense")
-    assert "gptq+clip by block: 3/3" in out and "21 layers at 3.75 bits per weight, embed as int8:g0" in out
+    assert "gptq+clip by block: 3/3" in out and "21 layers at 3.75 bits per weight, embed as int8:sym:g0" in out
     before, after = read_jsonl(here / "gptq/evals.jsonl")
-    assert before["format"] == "dense" and after["format"] == "int3:g32 + int8:g0" and after["bits_per_weight"] == 3.75
+    assert (
+        before["format"] == "dense" and after["format"] == "int3:g32 + int8:sym:g0" and after["bits_per_weight"] == 3.75
+    )
     cli(*argv, "run=rtn", "method=rtn")
     rounded = read_jsonl(here / "rtn/evals.jsonl")[1]
     assert after["perplexity"] != rounded["perplexity"]
@@ -81,7 +83,7 @@ def test_other_methods_and_sources(cli: Callable[..., str], here: Path, method: 
         "memory_gb=0", f"run=run-{method}", "inputs=quantized")  # fmt: skip
     told = json.loads((here / f"out-{method}/quantization.json").read_text())
     assert told["method"] == method
-    assert {layer["format"] for layer in told["layers"]} == {"nf3:s2:g32", "int4:g32", "int8:g0"}
+    assert {layer["format"] for layer in told["layers"]} == {"nf3:s2:g32", "int4:g32", "int8:sym:g0"}
     assert all(0 < layer["output_error"] < 0.2 for layer in told["layers"] if layer["name"] != "embed")
     assert load_model(here / f"out-{method}").model.blocks[0].mlp.up.packed  # type: ignore[union-attr]
 

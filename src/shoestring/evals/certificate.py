@@ -17,6 +17,7 @@ Left out: quality. An export that rounds is compared with its source by one numb
 from __future__ import annotations
 
 import datetime
+import hashlib
 import importlib.metadata
 import importlib.util
 import math
@@ -31,10 +32,10 @@ from torch import Tensor
 
 from shoestring.errors import UserError
 from shoestring.model.export import FP8, GGUF, Exported
-from shoestring.model.folder import LoadedModel, load_model
+from shoestring.model.folder import LoadedModel, load_model, weight_files
 from shoestring.model.gguf_blocks import FLOAT_KINDS
 from shoestring.model.gguf_write import NEEDS_LLAMA, save_gguf
-from shoestring.runlog import versions, write_atomically
+from shoestring.runlog import run_of, versions, write_atomically
 from shoestring.serve import Engine, Sampling
 from shoestring.state.files import write_json
 
@@ -239,7 +240,8 @@ def compare(exported: Exported, ours: LoadedModel, target: ExportTarget, text: s
     found: dict[str, Any] = {
         "target": target.name,
         "layout": exported.layout,
-        "source": str(exported.source.path.name),
+        "source": _name(exported.source.path),
+        "source_sha256": _digests(exported.source.path),
         "exported": exported.path.name,
         "megabytes": _megabytes(exported.path),
         "tokens": len(ids),
@@ -367,6 +369,21 @@ def _versions(target: ExportTarget) -> dict[str, str]:
     return found
 
 
+def _name(source: Path) -> str:
+    """The run's name where its model/ was exported."""
+    run = run_of(source) if source.is_dir() else None
+    return (source if run is None else run).resolve().name
+
+
+def _digests(source: Path) -> dict[str, str]:
+    """The files that the weights were read from, as sha256sum tells them."""
+    found = {}
+    for path in weight_files(source):
+        with path.open("rb") as file:
+            found[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
+
+
 def _megabytes(path: Path) -> float:
     files = [path] if path.is_file() else list(path.iterdir())
     return round(sum(f.stat().st_size for f in files) / 1e6, 3)
@@ -396,9 +413,10 @@ def _without_nan(value: Any) -> Any:
 def paragraph(c: dict[str, Any]) -> str:
     """For the model card."""
     logits, greedy, export = c["logits"], c["greedy"], c["export"]
+    digests = ", ".join(f"{file} {digest[:12]}" for file, digest in c["source_sha256"].items())
     said = [
-        f"Exported from `{c['source']}` with Shoestring {c['versions'].get('shoestring', '')} and compared in "
-        f"{c['target']} on {c['date']}, over a text of {c['tokens']} tokens. Largest difference of a logit: "
+        f"Exported from `{c['source']}` (sha256: {digests}) with Shoestring {c['versions'].get('shoestring', '')} and "
+        f"compared in {c['target']} on {c['date']}, over a text of {c['tokens']} tokens. Largest difference of a logit: "
         f"{logits['largest_difference']:.3g} ({logits['relative']:.2g} standard deviations, root mean square); the "
         f"likeliest token is the same at {100 * logits['same_choice']:.1f}% of the positions.",
         _in_f32(c),

@@ -19,7 +19,7 @@ from shoestring.model.compressed_tensors import save_compressed_tensors
 from shoestring.model.folder import LoadedModel, load_model
 from shoestring.model.fp8_folder import METHOD as FP8
 from shoestring.model.fp8_folder import save_fp8
-from shoestring.model.gguf_write import AUTO, WrittenTensor, check_kind, save_gguf
+from shoestring.model.gguf_write import AUTO, SENSITIVE, WrittenTensor, check_kind, save_gguf
 from shoestring.model.gptq_awq import AWQ, GPTQ
 from shoestring.model.save import save_model
 
@@ -51,6 +51,12 @@ class Exported:
         window = spec.sliding_window
         if self.layout == GGUF and spec.model_type in ("mistral", "mixtral", "phi3") and window:
             return f"llama.cpp ignores the sliding window of {window:,} tokens: it computes longer texts otherwise"
+        ends = [end for end in (self.source.model.embed, self.source.model.head) if end is not None and end.packed]
+        if ends and any(t.kind == "F32" and t.name in SENSITIVE for t in self.tensors):
+            return (
+                f"no smaller type holds the embedding ({ends[0].format.label}) bit for bit, so it is F32; --type Q8_0 "
+                "or a smaller one rounds it to Q8_0"
+            )
         experts = [f for name, f in formats_of(self.source.model).items() if ".experts." in name]
         if self.layout == "compressed-tensors" and not all(isinstance(f, IntAsym) and f.symmetric for f in experts):
             return "transformers 5 loads packed experts only where they are symmetric: quantize with format=int4:sym"

@@ -1,9 +1,9 @@
 """GGUF out: a model with its vocabulary and chat template as one file of llama.cpp.
 
 Matrices are written in the kind that is asked for, or with "auto" in the smallest kind that holds each of them exactly
-(gguf_blocks.py). Dense embeddings and heads are Q8_0 where the rest has fewer bits: rounding them costs most. Norms,
-biases and routers stay F32, as llama.cpp wants them. The error of every rounded weight is measured on the way. The file
-is written beside its place and renamed when it is complete.
+(gguf_blocks.py). Embeddings and heads are Q8_0 where the rest has fewer bits, but for codes that fit: rounding them
+costs most. Norms, biases and routers stay F32, as llama.cpp wants them. The error of every rounded weight is measured
+on the way. The file is written beside its place and renamed when it is complete.
 
 The `gguf` package has no quantizer for K types. llama.cpp's own makes them, from a file of ours in full precision,
 where llama-cpp-python is installed.
@@ -44,7 +44,7 @@ LLAMA_TYPES = {
 }
 _ALWAYS_F32 = ("position_embd.weight", ".ffn_gate_inp.weight", ".ffn_gate_inp_shexp.weight")
 _Member = tuple[Tensor, FormatHost | None]  # a tensor of ours in fp32, and the packed layer that it is of
-_SENSITIVE = ("token_embd.weight", "output.weight")
+SENSITIVE = ("token_embd.weight", "output.weight")
 NEEDS_LLAMA = "pip install llama-cpp-python (it compiles llama.cpp, which takes some minutes)"
 
 
@@ -178,7 +178,7 @@ def _choose(members: list[_Member], stored: str, kind: str) -> list[Blocks]:
             if all(b.exact for b in blocks):
                 return blocks
         raise AssertionError("F32 holds every weight")
-    if stored in _SENSITIVE and kind not in FLOAT_KINDS and members[0][1] is None:
+    if stored in SENSITIVE and kind not in FLOAT_KINDS and any(_codes(*m, kind) is None for m in members):
         kind = "Q8_0"
     if not fits(first, kind):
         kind = "F16"
@@ -186,8 +186,12 @@ def _choose(members: list[_Member], stored: str, kind: str) -> list[Blocks]:
 
 
 def _as(weight: Tensor, layer: FormatHost | None, kind: str) -> Blocks:
-    by_code = None if layer is None else encode_grid(layer.format, layer.parts(), weight, kind)
-    return by_code or encode_blocks(weight, kind)
+    return _codes(weight, layer, kind) or encode_blocks(weight, kind)
+
+
+def _codes(weight: Tensor, layer: FormatHost | None, kind: str) -> Blocks | None:
+    """The codes of a packed layer as they are; None where they do not fit."""
+    return None if layer is None else encode_grid(layer.format, layer.parts(), weight, kind)
 
 
 # -- the file ----------------------------------------------------------------------------------------

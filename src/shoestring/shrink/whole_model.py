@@ -1,7 +1,8 @@
 """The parts of a model that no method chooses grids for: embedding, output head, norms, biases.
 
 On a small model the embedding is a third of all bytes. It is rounded to nearest, by default to 8 bits with one grid per
-row, which costs next to nothing; a tied head is the embedding itself. What no Format holds is kept in 16 bits.
+row, which costs next to nothing; a tied head is the embedding itself. The grid is symmetric: GGUF's Q8_0 holds it bit
+for bit. What no Format holds is kept in 16 bits.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from shoestring.formats import Dense, parse_format
 from shoestring.formats.convert import Rule, check_fits, format_host, spells_out
 from shoestring.model import Decoder
 
-EMBED = "int8:g0"
+EMBED = "int8:sym:g0"
 EMBED_HELP = (
-    "format of the embedding and the output head: int8:g0 (one grid per row), int4:g64, ...; dense keeps 16 bits"
+    "format of the embedding and the output head: int8:sym:g0 (one grid per row), int4:g64, ...; dense keeps 16 bits"
 )
 
 
