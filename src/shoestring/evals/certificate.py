@@ -414,9 +414,10 @@ def paragraph(c: dict[str, Any]) -> str:
     """For the model card."""
     logits, greedy, export = c["logits"], c["greedy"], c["export"]
     digests = ", ".join(f"{file} {digest[:12]}" for file, digest in c["source_sha256"].items())
+    shoestring = c["versions"].get("shoestring", "")
     said = [
-        f"Exported from `{c['source']}` (sha256: {digests}) with Shoestring {c['versions'].get('shoestring', '')} and "
-        f"compared in {c['target']} on {c['date']}, over a text of {c['tokens']} tokens. Largest difference of a logit: "
+        f"Exported from `{c['source']}` (sha256: {digests}) with Shoestring {shoestring} and compared in {c['target']} "
+        f"on {c['date']}, over a text of {c['tokens']} tokens. Largest difference of a logit: "
         f"{logits['largest_difference']:.3g} ({logits['relative']:.2g} standard deviations, root mean square); the "
         f"likeliest token is the same at {100 * logits['same_choice']:.1f}% of the positions.",
         _in_f32(c),
