@@ -114,12 +114,9 @@ class RunLog:
             write_atomically(self.folder / "config.json", json.dumps(full, indent=2) + "\n")
 
     def evaluated(self, **row: Any) -> None:
-        """Append one evaluation to evals.jsonl, unless the same one with the same result is there."""
-        if not self.main or self.folder is None:
-            return
-        known = [{k: v for k, v in other.items() if k != "time"} for other in self.evaluations()]
-        if json.loads(_line(row)) not in known:
-            append_jsonl(self.folder / "evals.jsonl", {"time": round(time.time(), 3), **row})
+        """Keep one evaluation in evals.jsonl."""
+        if self.main and self.folder is not None:
+            keep_evaluation(self.folder, row)
 
     def evaluations(self) -> list[dict[str, Any]]:
         """The rows of evals.jsonl so far."""
@@ -495,6 +492,14 @@ def read_evals(path: Path) -> list[dict[str, Any]]:
         for key in ("perplexity", "megabytes"):
             Fields(row, f"{path}, row {number}").number(key, 1.0, least=0.0, most=sys.float_info.max)
     return rows
+
+
+def keep_evaluation(folder: Path, row: dict[str, Any]) -> None:
+    """Append one evaluation to the evals.jsonl of a run, unless the same one with the same result is there."""
+    path = folder / "evals.jsonl"
+    known = [{k: v for k, v in other.items() if k != "time"} for other in read_evals(path)]
+    if json.loads(_line(row)) not in known:
+        append_jsonl(path, {"time": round(time.time(), 3), **row})
 
 
 def append_jsonl(path: Path, row: dict[str, Any]) -> None:

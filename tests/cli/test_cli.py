@@ -588,6 +588,27 @@ def test_results_that_cannot_be_kept_are_shown(cli: Cli, model_folder: Path, tmp
     assert "perplexity" in result.out and "text.txt" in result.out
 
 
+def test_a_run_that_cannot_be_written_to_is_evaluated(model_folder: Path, tmp_path: Path) -> None:
+    """On a mount that is read-only, in a namespace of the command's own."""
+    run = tmp_path / "run"
+    shutil.copytree(model_folder, run / "model")
+    (run / "config.json").write_text('{"recipe": "train/dense", "config": {}}')
+    (run / "metrics.jsonl").touch()
+    (tmp_path / "text.txt").write_text(TEXT)
+    asked = [sys.executable, "-m", "shoestring", "eval", str(run), "--text", str(tmp_path / "text.txt")]
+    mount = f'mount --bind {run} {run} && mount -o remount,ro,bind {run} && exec "$@"'
+    command = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", mount, "sh", *asked]
+    if subprocess.run([*command[:7], mount.replace('exec "$@"', "true")], capture_output=True).returncode:
+        command = asked  # no namespaces here: a folder without the right to write says the same to a user, not to root
+        run.chmod(0o555)
+    done = subprocess.run([*command, "--max-tokens", "100"], capture_output=True, text=True)
+    run.chmod(0o755)
+    assert done.returncode == 0 and "perplexity" in done.stdout, done.stderr
+    if os.geteuid() or command is not asked:
+        assert f"nothing was kept: cannot write {run / 'evals.jsonl'}: " in done.stderr
+        assert not (run / "evals.jsonl").exists()
+
+
 def test_progress_ends_at_its_total(
     cli: Cli, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

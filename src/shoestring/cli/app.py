@@ -12,6 +12,7 @@ Under torchrun the other ranks print nothing but errors of their own.
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -472,7 +473,7 @@ def evaluate(
         from shoestring.evals.perplexity import usual_context
         from shoestring.evals.tasks import read_task
         from shoestring.report import eval_table
-        from shoestring.runlog import RunLog
+        from shoestring.runlog import keep_evaluation
 
     if limit is not None and not tasks:
         raise UserError(
@@ -497,9 +498,13 @@ def evaluate(
     rows = [evaluate_row(loaded, model, tokens, name, speed=speed, **lengths)]  # type: ignore[arg-type]
     rows += [measure_task(loaded, model, task, limit) for task in tasks or []]
     eval_table(rows).print()  # first: where the run's folder cannot be written to, the work was not for nothing
-    log = RunLog(Path(model) if is_run(Path(model)) else None)
-    for row in rows:
-        log.evaluated(**row)
+    try:
+        for row in rows if is_run(Path(model)) else ():
+            keep_evaluation(Path(model), row)
+    except OSError as error:
+        if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):  # a full disk is the user's to mend
+            raise
+        print(f"nothing was kept: cannot write {error.filename}: {error.strerror}", file=sys.stderr)
 
 
 @app.command()

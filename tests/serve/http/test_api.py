@@ -340,6 +340,7 @@ def test_models_tokens_health_and_metrics(client: Any, service: Any) -> None:
         assert stats["num_running"] == 0 and stats["chat"] is True
         page = http.get("/")
         assert page.status_code == 200 and "default-src 'none'" in page.headers["content-security-policy"]
+        assert "frame-ancestors 'none'" in page.headers["content-security-policy"]  # no other site shows it as its own
         for path in ("/web/app.js", "/web/style.css"):
             assert path in page.text and http.get(path).status_code == 200
 

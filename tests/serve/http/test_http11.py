@@ -251,6 +251,33 @@ def test_a_header_has_a_size(service: Any) -> None:
         assert b" 400 " in refused
 
 
+@pytest.mark.parametrize("filler", [b"X-Filler: " + b"x" * 120_000, b"X-Filler:" + b" " * 120_000 + b"x"])
+@pytest.mark.parametrize("end", [b"\r\n", b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\nX: y\r\n"])
+def test_a_header_or_trailer_that_comes_at_once_has_a_size_too(service: Any, filler: bytes, end: bytes) -> None:
+    with connect(service) as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+        if end.startswith(b"\r\n"):
+            client.sendall(HEALTH[:-2] + filler + b"\r\n\r\n")
+        else:
+            client.sendall(HEALTH[:-2].replace(b"GET", b"POST") + end + filler + b"\r\n\r\n")
+        try:
+            received = all_answers(client)
+        except ConnectionResetError:  # the answer was dropped with what the server did not read
+            received = b"HTTP/1.1 400 "
+    assert received.startswith(b"HTTP/1.1 40") and received.count(b"HTTP/1.1 ") == 1
+
+
+@pytest.mark.parametrize("length", [0, 5, 40])
+def test_a_body_with_two_ends_has_one_answer_and_no_next_request(service: Any, length: int) -> None:
+    """Where one reader goes by the length and another by the chunks, a hidden request is between the two ends."""
+    both = f"Content-Length: {length}\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n".encode()
+    with connect(service) as client:
+        client.sendall(HEALTH[:-2].replace(b"GET", b"POST") + both + HEALTH)
+        received = all_answers(client)
+    assert received.startswith(b"HTTP/1.1 400") and received.count(b"HTTP/1.1 ") == 1
+    assert b"connection: close" in received.lower()
+
+
 def test_a_request_may_follow_the_end_of_a_long_body(service: Any) -> None:
     """Its header is not taken for one of as many bytes as came with it."""
     with connect(service) as client:

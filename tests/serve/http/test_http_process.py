@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import fields
@@ -30,6 +31,8 @@ from serving import wait_for  # noqa: E402
 
 from shoestring.model import save_model  # noqa: E402
 from shoestring.serve.engine.logit_rules import LogitRules, SamplingWithRules, TokenLogprob  # noqa: E402
+from shoestring.serve.http import http_process  # noqa: E402
+from shoestring.serve.http.app import SILENT_S  # noqa: E402
 from shoestring.serve.http.engine_client import EngineClient  # noqa: E402
 from shoestring.serve.http.engine_messages import (  # noqa: E402
     ChoiceDelta,
@@ -272,6 +275,23 @@ def test_an_http_process_that_ended_badly_is_named() -> None:
     process.close()
 
 
+def test_an_http_process_that_does_not_drain_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_process, "LEAVE_S", 0.2)
+    ours, theirs = socket.socketpair()
+    with theirs:
+        deaf = "import signal, time; signal.signal(signal.SIGUSR1, signal.SIG_IGN); print(flush=True); time.sleep(600)"
+        command = [sys.executable, "-c", deaf]
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, pass_fds=[theirs.fileno()])
+        assert child.stdout is not None and child.stdout.readline()
+    process = HttpProcess(child.pid, ours, drain_s=0.3)
+    process.stop()
+    began = time.monotonic()
+    with pytest.raises(HttpProcessLost, match="was ended by SIGKILL"):
+        process.run(SimpleNamespace(seconds_in_step=0.0), *[None] * 2)  # type: ignore[arg-type]
+    assert time.monotonic() - began < 20
+    process.close()
+
+
 # -- two processes ------------------------------------------------------------------------------------------------
 
 
@@ -279,7 +299,7 @@ def test_an_http_process_that_ended_badly_is_named() -> None:
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, subprocess.Popen[str]]]:
     folder, tokenizer = tmp_path_factory.mktemp("servers"), chat_tokenizer()
     save_model(folder / "tiny", served_model(tokenizer.vocab_size), tokenizer)
-    command = [sys.executable, "-c", SERVERS, str(folder), "drains", "lives", "loses_http", "loses_engine"]
+    command = [sys.executable, "-c", SERVERS, str(folder), "drains", "lives", "stopped", "loses_http", "loses_engine"]
     started = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     yield folder, started
     for process in psutil.Process(started.pid).children(recursive=True):
@@ -300,9 +320,9 @@ def server(folder: Path, name: str) -> tuple[str, psutil.Process, psutil.Process
     return f"http://127.0.0.1:{found[1]}", engine, process
 
 
-def open_stream(url: str) -> socket.socket:
+def open_stream(url: str, num: int = 4000) -> socket.socket:
     client = socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1])), timeout=60)
-    content = json.dumps(LONG).encode()
+    content = json.dumps({**LONG, "max_tokens": num}).encode()
     head = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     client.sendall(head.encode() + f"Content-Length: {len(content)}\r\n\r\n".encode() + content)
     assert b"200 OK" in client.recv(4096)
@@ -375,6 +395,25 @@ def test_every_kind_of_answer_comes_through(servers: Any) -> None:
     wait_for(lambda: not http.is_running())
     assert f"{engine.pid} 0\n" == servers[1].stdout.readline()
     assert "Traceback" not in (servers[0] / "lives.log").read_text()
+
+
+def test_processes_that_are_stopped(servers: Any) -> None:
+    """An idle engine that is stopped is not healthy; an HTTP process that is stopped drains all the same."""
+    url, engine, http = server(servers[0], "stopped")
+    time.sleep(SILENT_S + 1)  # idle for longer than a silence may be: its beat keeps it healthy
+    assert httpx.get(url + "/health").json() == {"status": "ok"}
+    engine.suspend()
+    wait_for(lambda: httpx.get(url + "/health").status_code == 503, SILENT_S + 10)
+    assert httpx.get(url + "/health").json()["status"] == "silent"
+    engine.resume()
+    wait_for(lambda: httpx.get(url + "/health").status_code == 200)
+    stream = open_stream(url, 400)
+    http.suspend()
+    engine.send_signal(signal.SIGTERM)
+    assert b"[DONE]" in rest_of(stream)
+    began = time.monotonic()
+    assert f"{engine.pid} 0\n" == servers[1].stdout.readline()
+    assert time.monotonic() - began < 30 and "Traceback" not in (servers[0] / "stopped.log").read_text()
 
 
 def test_without_http_the_engine_ends_and_says_why(servers: Any) -> None:

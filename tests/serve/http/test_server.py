@@ -38,7 +38,7 @@ from shoestring.serve.http.engine_messages import (  # noqa: E402
 from shoestring.serve.http.engine_thread import kv_usage  # noqa: E402
 from shoestring.serve.http.http_server import _LineFormatter  # noqa: E402
 from shoestring.serve.http.responses import ENCODE, CompletionResponse  # noqa: E402
-from shoestring.serve.http.server import EngineStuck, ServeOptions, Service, listen, main  # noqa: E402
+from shoestring.serve.http.server import EngineStuck, ServeOptions, Service, _name_of, listen, main  # noqa: E402
 from tiny import chat_tokenizer, sentencepiece_fields, served_model  # noqa: E402
 
 TEXT = "/v1/completions"
@@ -49,6 +49,19 @@ LONG = {"prompt": "The", "max_tokens": 4000, "ignore_eos": True, "seed": 1}
 def service() -> Iterator[Any]:
     with running(max_requests=2, max_queue=2) as started:
         yield started
+
+
+def test_a_model_goes_by_the_name_of_its_run(tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        (tmp_path / name / "model").mkdir(parents=True)
+        (tmp_path / name / "config.json").write_text('{"recipe": "train/dense"}')
+    (tmp_path / "other" / "model").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "second" / "model")
+    names = {
+        p: _name_of(tmp_path / p) for p in ("first", "first/model", "second/model", "other/model", "link", "x.gguf")
+    }
+    assert list(names.values()) == ["first", "first", "second", "model", "second", "x"]
+    assert _name_of("org/name@main") == "name" == _name_of("org/more/name.gguf")
 
 
 def open_stream(url: str, body: dict[str, Any]) -> socket.socket:

@@ -5,7 +5,11 @@ from __future__ import annotations
 import errno
 import json
 import shutil
+import signal
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,10 +21,11 @@ from toy_run import checkpointer, fingerprint, history, make_run, train
 from shoestring.cli.ckpt_tables import stop_agent
 from shoestring.errors import UserError
 from shoestring.host.arena import Arena
+from shoestring.runlog import RunLog
 from shoestring.state.checkpoint import Checkpointer, latest_step
 from shoestring.state.levels import agent as agent_module
 from shoestring.state.levels import drain as drain_module
-from shoestring.state.levels.agent import Agent, AgentConfig
+from shoestring.state.levels.agent import Agent, AgentConfig, no_drain
 from shoestring.state.levels.checkpointer import LevelCheckpointer
 from shoestring.state.levels.drain import drain, newest_complete_share, share_copy
 from shoestring.state.levels.host_folder import (
@@ -95,6 +100,75 @@ def test_memory_that_cannot_be_written_is_not_freed_by_a_stop(tmp_path: Path, mo
     again, parts = make_run()
     assert Checkpointer(run / "checkpoints", every=0).resume(again, parts)
     assert fingerprint(again, parts) == history(5)[5]
+
+
+HOLDER = """
+import os, signal, sys, threading
+from pathlib import Path
+from shoestring.state.levels import agent
+def stand_still(entries, target, pool):
+    (target.parent.parent / "stands").touch()
+    if sys.argv[2] == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    threading.Event().wait()
+agent.drain = stand_still
+agent.main()
+"""
+
+
+@pytest.mark.parametrize("kind", ["stopped", "hangs"])
+def test_an_agent_that_stands_still_does_not_hold_the_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_own_memory: list[int], kind: str
+) -> None:
+    """While it holds drain.lock: it is named, then ended, and the last step is saved."""
+    for name, seconds in (("SAY_S", 0.3), ("STOPPED_S", 1.0), ("HUNG_S", 1.5)):
+        monkeypatch.setattr(agent_module, name, seconds)
+    run, said = tmp_path / "run", list[str]()
+    log = RunLog(None, quiet=True)
+    log.say = said.append  # type: ignore[method-assign]
+    at, parts = make_run(log=log)
+    saver = checkpointer(run)
+    saver.resume(at, parts)
+    train(at, parts, saver, 5)
+    agent_of(run)  # writes its settings
+    copies = Agent(host_folder(run)).copies()
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(host_folder(run)), kind])
+    try:
+        ends = time.monotonic() + 60
+        while not (run / "stands").exists():
+            assert time.monotonic() < ends and holder.poll() is None
+            time.sleep(0.01)
+        started = len(in_own_memory)
+        path = saver.save(at, parts)
+        assert holder.wait(20) == -signal.SIGKILL
+    finally:
+        holder.kill()
+        holder.wait()
+    who = f"process {holder.pid} (the agent), which holds {host_folder(run) / 'drain.lock'},"
+    assert said[-2] == f"waiting for {who} to end its checkpoint" and said[-1].startswith(who)
+    assert "it is ended; its copies stay in memory" in said[-1] and len(in_own_memory) == started + 1
+    assert Agent(host_folder(run)).copies() == copies and path.name == "step-00000005"
+    saver.let_go()
+    again, others = make_run()
+    assert Checkpointer(run / "checkpoints", every=0).resume(again, others) and again.step == 5
+
+
+def test_a_process_that_is_not_the_agent_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `ckpt stop` that was suspended in its terminal: not waited for any longer than a moment."""
+    monkeypatch.setattr(agent_module, "STOPPED_S", 0.5)
+    code = "import fcntl, os, sys, time; f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX); "
+    code += "f.write(str(os.getpid())); f.flush(); print(flush=True); os.kill(os.getpid(), 19)"
+    holder = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "drain.lock")], stdout=subprocess.PIPE)
+    try:
+        assert holder.stdout is not None and holder.stdout.readline()
+        said: list[str] = []
+        with no_drain(tmp_path, said.append) as ended:
+            assert not ended
+        assert said[-1].endswith("is stopped: this run goes on without the lock") and str(holder.pid) in said[-1]
+        assert holder.poll() is None
+    finally:
+        holder.kill()
+        holder.wait()
 
 
 def test_a_damaged_newest_version_does_not_keep_memory_from_being_freed(tmp_path: Path) -> None:

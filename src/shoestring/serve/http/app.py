@@ -77,6 +77,7 @@ log = logging.getLogger("shoestring.serve")
 WEB = Path(__file__).parent / "web"
 PAGE_KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
 OPEN_PATHS = ("/", "/health", "/web/app.js", "/web/markdown.js", "/web/style.css")  # no key needed
+SILENT_S = 5.0  # an engine that was not heard of for longer is not healthy
 KEEP_ALIVE_S = 15.0  # an idle stream sends a comment at least this often
 HEADER_S = 0.05  # a stream's header waits for its first event, so that both are one write, but no longer than this
 LATE_S = 2.0  # the engine ends requests at their deadline, between two steps; this much later the event loop does
@@ -91,7 +92,10 @@ EVENT_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
 ]
 MAX_HOST = 255  # characters of a name that is remembered
-PAGE_POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:"
+PAGE_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
+    "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"  # these three have no default
+)
 
 
 @dataclass(frozen=True)
@@ -423,12 +427,14 @@ class Api:
         }
 
     async def health(self) -> Response:
-        """200 while requests are answered; 503 while draining, or when the engine has died."""
+        """200 while requests are answered; 503 while draining, or when the engine has died, is stuck or stopped."""
         if not self.engine.alive:
             return JSONResponse({"status": "dead"}, 503)
         if (closed := self.engine.closed) is not None:
             return JSONResponse({"status": closed.code or "closed", "reason": str(closed)}, 503)
-        if (seconds := self.engine.seconds_in_step) > self.settings.deadline_s:
+        if (seconds := self.engine.port.seconds_silent) > SILENT_S:
+            return JSONResponse({"status": "silent", "reason": f"nothing of the engine for {seconds:.0f} s"}, 503)
+        if (seconds := self.engine.port.seconds_in_step) > self.settings.deadline_s:
             return JSONResponse({"status": "stuck", "reason": f"a step takes {seconds:.0f} s already"}, 503)
         return JSONResponse({"status": "ok"})
 

@@ -7,6 +7,8 @@ asked for. Here
 - a client that reads nothing for `read_timeout_s` seconds is disconnected, also where its answer is complete;
 - of more than `max_connections`, the one that has waited for its client the longest is closed. Requests that have
   arrived whole are never closed: where all are such, the new connection gets a 503;
+- a header or trailer of more than MAX_HEADER bytes is refused, also where it comes at once;
+- a request with a length and in chunks is refused: what is behind a proxy may read another end of it;
 - a body in hundreds of tiny chunks is refused: each costs as much to parse as a large one.
 
 The time for a body is the handler's (app.py), which can answer with an error.
@@ -30,6 +32,7 @@ from shoestring.serve.http.responses import written
 
 log = logging.getLogger("shoestring.serve")
 
+MAX_HEADER = 16 << 10  # bytes; h11 itself compares only what is incomplete
 SMALL_CHUNK = 256  # bytes
 MAX_SMALL_CHUNKS = 256  # in one body
 LOOK_S = 0.5  # seconds between two looks whether a client with an unread request is still there
@@ -72,7 +75,7 @@ class LimitedConnection(H11Protocol):
 
     def __init__(self, limits: ConnectionLimits, opened: dict[LimitedConnection, None], **options: Any) -> None:
         super().__init__(**options)
-        self.conn = _Http(h11.SERVER)
+        self.conn = _Http(h11.SERVER, MAX_HEADER)
         self._limits, self._opened = limits, opened
         self._timer: asyncio.TimerHandle | None = None
         self._num_unread = 0  # bytes that the client had not taken when the timer was set
@@ -209,17 +212,22 @@ class LimitedConnection(H11Protocol):
 
 
 class _Http(h11.Connection):
-    """Refuses a body of too many tiny chunks. The header of a response is written with the first part of its body, and
-    the chunks of a stream without h11's checks of each."""
+    """Refuses long headers, bodies with two ends, and a body of too many tiny chunks. The header of a response is
+    written with the first part of its body, and the chunks of a stream without h11's checks of each."""
 
     _num_small = 0
     _header = b""  # not written yet
     _chunked = False  # the response that is being sent
 
     def next_event(self) -> Any:
+        before = len(self._receive_buffer)
         event = super().next_event()
+        if isinstance(event, h11.Request | h11.EndOfMessage) and before - len(self._receive_buffer) > MAX_HEADER:
+            raise h11.RemoteProtocolError("a header that is too long")
         if isinstance(event, h11.Request):
             self._num_small = 0
+            if {b"content-length", b"transfer-encoding"} <= {name for name, _ in event.headers}:
+                raise h11.RemoteProtocolError("a body with a length and in chunks")
         elif isinstance(event, h11.Data) and event.chunk_end and len(event.data) < SMALL_CHUNK:
             self._num_small += 1
             if self._num_small > MAX_SMALL_CHUNKS:

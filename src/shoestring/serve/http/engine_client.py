@@ -11,7 +11,8 @@ that does not read therefore never stalls the others and never holds more than i
 the events of one step the engine may compute the next ones: with hundreds of streams an event carries the tokens of a
 few steps.
 
-A step that never returns sends no report, so `abort_all` reaches the readers without it, and `seconds_in_step` tells.
+A step that never returns sends no report, so `abort_all` reaches the readers without it, and the port's
+`seconds_in_step` tells.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -135,6 +135,14 @@ class OutputCollector:
 class EnginePort(Protocol):
     """How the engine's thread is reached."""
 
+    @property
+    def seconds_in_step(self) -> float:
+        """How long the step that is computed now has taken; 0 between steps."""
+
+    @property
+    def seconds_silent(self) -> float:
+        """How long nothing was heard of its process, which says something every second."""
+
     def post(self, message: Message, /) -> None: ...
 
     def count_rejected(self) -> None:
@@ -165,7 +173,6 @@ class EngineClient:
         self._num_open_of: Counter[str] = Counter()  # by client
         self._to_wake: dict[OutputCollector, None] = {}  # in the order in which something came for them
         self._waking = False  # the event loop will call `_wake_some`
-        self._heard = 0.0  # when the engine last reported, or got something to do
 
     @property
     def num_open(self) -> int:
@@ -175,11 +182,6 @@ class EngineClient:
     def max_texts(self) -> int:
         """Open texts of one client: a part of the queue is kept for the others."""
         return self.facts.max_running + self.facts.max_queue - self.facts.max_queue // OTHERS_SHARE
-
-    @property
-    def seconds_in_step(self) -> float:
-        """How long the engine has not reported, though it has something to do."""
-        return time.monotonic() - self._heard if self._open else 0.0
 
     # -- on the event loop ----------------------------------------------------------------------------------
     def submit(self, choices: Sequence[PendingChoice], collector: OutputCollector) -> None:
@@ -208,8 +210,6 @@ class EngineClient:
                 headers={"Retry-After": str(min(60, max(1, math.ceil(wait))))},
             )
         self._loop = asyncio.get_running_loop()
-        if not self._open:
-            self._heard = time.monotonic()
         for index, choice in enumerate(choices):
             choice.id = next(self._ids)
             sampling = choice.sampling
@@ -227,7 +227,7 @@ class EngineClient:
 
     def receive(self, report: Report) -> None:
         """Counters first: a reader that has its answer finds it counted."""
-        self._heard, self.snapshot = time.monotonic(), report.snapshot
+        self.snapshot = report.snapshot
         readers = self._open
         filled: list[tuple[Reader, ChoiceDelta | Piece]] = []
         for number, text, token in zip(*report.pieces, strict=True):

@@ -115,6 +115,11 @@ class EngineThread:
         began = self._step_began
         return 0.0 if began is None else time.monotonic() - began
 
+    @property
+    def seconds_silent(self) -> float:
+        """It shares its process with who asks."""
+        return 0.0
+
     def facts(self, max_queue: int) -> EngineFacts:
         engine = self.engine
         eos_ids = tuple(t for t in sorted(engine.eos_ids) if t < engine.vocab_size)

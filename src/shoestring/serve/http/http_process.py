@@ -8,11 +8,12 @@ is ready, it gets the listening socket, the tokenizer and the engine's facts, an
 frames (engine_messages.py) over a pair of sockets that no other process can reach:
 
     HTTP -> engine    add, cancel, abort; asks for metrics and for a grammar to be compiled
-    engine -> HTTP    one report per step, with the tokens of all texts; answers
+    engine -> HTTP    one report per step, with the tokens of all texts; answers; a beat every second, also when idle
 
 Signals go to the engine's process, which passes them on (STOPS): a terminal or a service manager may send them to
 both. Each notices the end of the other by the end of the connection. Without the engine, every client gets an error,
-and the HTTP process ends. Without HTTP, the engine's process ends, and says why.
+and the HTTP process ends. Without HTTP, the engine's process ends, and says why. An engine's process that is stopped
+is silent, which /health tells. An HTTP process that is stopped is continued, so that it drains.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ SIGNALS = signal.SIGTERM, signal.SIGINT
 STOPS = signal.SIGUSR1, signal.SIGUSR2  # the first, and every later one: two of the same kind may arrive as one
 READ = 1 << 18  # bytes at a time
 ANSWER_S = 120.0  # the most that metrics or a grammar may take
-LEAVE_S = 10.0  # for the HTTP process to end, once the engine is gone
+LEAVE_S = 10.0  # for the HTTP process to end, once the engine is gone or its time to drain is over
+BEAT_S = 1.0
 DRAINED = "ended with code 0"
 log = logging.getLogger("shoestring.serve")
 
@@ -80,14 +82,15 @@ class HttpProcessLost(UserError):
 class HttpProcess:
     """The HTTP process, as the engine's process sees it."""
 
-    def __init__(self, pid: int, connection: socket.socket) -> None:
-        self._pid, self._connection = pid, connection
+    def __init__(self, pid: int, connection: socket.socket, drain_s: float = 30.0) -> None:
+        self._pid, self._connection, self._drain_s = pid, connection, drain_s
         self._sending = threading.Lock()  # the engine's thread and others send
         self._compiling = threading.Lock()  # one grammar at a time
         self._late_lock = threading.Lock()  # guards the two sets
         self._late: set[int] = set()  # texts that wait for a grammar before they are added
         self._late_and_left: set[int] = set()  # of those, the ones that were cancelled meanwhile
         self._told_to_stop = False
+        self._closed = threading.Event()
         self._ended: str | None = None  # how
 
     @staticmethod
@@ -100,7 +103,7 @@ class HttpProcess:
             pid = os.fork()
         if pid:
             theirs.close()
-            return HttpProcess(pid, ours)
+            return HttpProcess(pid, ours, options.drain_s)
         code = 1
         try:
             ours.close()
@@ -136,6 +139,7 @@ class HttpProcess:
         """Carry messages to the engine's thread until the HTTP process has drained and ended."""
         reader = FrameReader()
         before: dict[signal.Signals, Any] = {}
+        threading.Thread(target=self._beat, args=(engine_thread,), name="shoestring-beat", daemon=True).start()
         try:
             while data := self._read():
                 for (kind, *given), binary in reader.feed(data):
@@ -146,19 +150,37 @@ class HttpProcess:
                     else:
                         self._pass_on(kind, given, binary, engine_thread, grammars)
         finally:
+            self._closed.set()
             for sig, handler in before.items():
                 signal.signal(sig, handler)
         if not self._told_to_stop or self._how_it_ended() != DRAINED:
             raise self._lost()
 
     def stop(self) -> None:
-        """Begin to drain; a second time: end without waiting."""
-        sig, self._told_to_stop = STOPS[self._told_to_stop], True
+        """Begin to drain; a second time: end without waiting. A process that is stopped is continued for it; one that
+        does not end in its time is ended."""
+        sig, seconds = STOPS[self._told_to_stop], LEAVE_S + (0.0 if self._told_to_stop else self._drain_s)
+        self._told_to_stop = True
         with suppress(ProcessLookupError):
+            os.kill(self._pid, signal.SIGCONT)
             os.kill(self._pid, sig)
+        timer = threading.Timer(seconds, self._end)
+        timer.daemon = True
+        timer.start()
+
+    def _end(self) -> None:
+        if self._ended is None:
+            with suppress(ProcessLookupError):
+                os.kill(self._pid, signal.SIGKILL)
+
+    def _beat(self, engine_thread: EngineThread) -> None:
+        """A thread of its own: a long step is no reason to fall silent, a process that is stopped is one."""
+        while not self._closed.wait(BEAT_S):
+            self._send(frame(["beat", engine_thread.seconds_in_step]))
 
     def close(self) -> None:
         """It notices that this process is done; it is not left behind."""
+        self._closed.set()
         self._connection.close()
         if self._how_it_ended() is None:
             os.kill(self._pid, signal.SIGKILL)
@@ -302,9 +324,11 @@ class EngineConnection(asyncio.Protocol):
         self._tickets = itertools.count()
         self._asked: dict[int, Future[bytes]] = {}
         self._unsent: list[bytes] = []  # frames of this turn of the event loop
+        self._heard, self._in_step = time.monotonic(), 0.0  # the last word of the engine's process, and its step's time
 
     async def open(self, connection: socket.socket, client: EngineClient, http: HttpServer) -> None:
         self._loop, self._client, self._http = asyncio.get_running_loop(), client, http
+        self._heard = time.monotonic()
         self._take(self._early)
         connection.setblocking(False)
         self._transport, _ = await self._loop.create_connection(lambda: self, sock=connection)
@@ -329,6 +353,14 @@ class EngineConnection(asyncio.Protocol):
     def _flush(self) -> None:
         self._transport.write(b"".join(self._unsent))
         self._unsent.clear()
+
+    @property
+    def seconds_silent(self) -> float:
+        return time.monotonic() - self._heard
+
+    @property
+    def seconds_in_step(self) -> float:
+        return self._in_step + self.seconds_silent if self._in_step else 0.0
 
     def count_rejected(self) -> None:
         self._send(frame(["rejected"]))
@@ -357,12 +389,16 @@ class EngineConnection(asyncio.Protocol):
 
     # -- called by asyncio ----------------------------------------------------------------------------------
     def data_received(self, data: bytes) -> None:
+        self._heard = time.monotonic()
         self._take(self._reader.feed(data))
 
     def _take(self, frames: list[tuple[Any, bytes]]) -> None:
         for (kind, *given), binary in frames:
             if kind == "report":
+                self._in_step = 0.0
                 self._client.receive(report_from(given, binary))
+            elif kind == "beat":
+                self._in_step = given[0]
             elif (answer := self._asked.get(given[0])) is not None:
                 if given[1] is None:
                     answer.set_result(binary)

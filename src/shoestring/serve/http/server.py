@@ -53,6 +53,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 from shoestring.paths import find_model
+from shoestring.runlog import run_of
 from shoestring.serve.engine.capacity import blocks_by_memory, requests_by_memory
 from shoestring.serve.engine.cpu_decode import begin_compiling
 from shoestring.serve.engine.encoder import EncoderEngine, TextEncoder, folder_pooling, is_encoder, load_encoder
@@ -270,9 +271,14 @@ def _main(
 
 
 def _name_of(path: str | Path) -> str:
-    """What clients call a model: the name of its folder or file, or of its id on the hub."""
-    name = str(path).partition("@")[0] if hub_id(path) and not Path(path).exists() else Path(path).resolve().name
-    return name.rpartition("/")[2].removesuffix(".gguf")
+    """What clients call a model: the name of its run, folder or file, or of its id on the hub."""
+    if hub_id(path) and not Path(path).exists():
+        name = str(path).partition("@")[0].rpartition("/")[2]
+    else:
+        folder = Path(path).resolve()
+        # The finished model of every run is in its model/.
+        name = (run_of(folder) or folder if folder.name == "model" else folder).name
+    return name.removesuffix(".gguf")
 
 
 def _serve_encoder(

@@ -23,6 +23,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -53,6 +54,8 @@ from shoestring.state.levels.retention import Keep, prune_steps
 POLL_S = 0.1
 DRAIN_LOCK, STATUS = "drain.lock", "agent.status"
 RETRY_S = 30.0  # after a drain that failed, or an upload
+SAY_S = 5.0  # that the trainer waits for a drain without a word
+STOPPED_S, HUNG_S = 20.0, 300.0  # that it waits for a process that is stopped, or that runs and does nothing
 
 
 @dataclass(frozen=True)
@@ -200,6 +203,9 @@ class Agent:
                 written = False
             else:
                 with lock_file(self.folder / DRAIN_LOCK, fcntl.LOCK_EX) as free:
+                    if free:
+                        with contextlib.suppress(OSError):  # no room: the trainer asks for the agent then
+                            (self.folder / DRAIN_LOCK).write_text(str(os.getpid()))
                     # Not free: the trainer is writing a checkpoint itself.
                     written &= free and self._drain(config, key, versions[key])
             if one_will_do and key not in self._damaged:
@@ -363,9 +369,59 @@ def agent_pid(folder: Path) -> int | None:
     with lock_file(path, fcntl.LOCK_SH) as free:
         if free:
             return None
+    return _number_in(path) or 0
+
+
+@contextlib.contextmanager
+def no_drain(folder: Path, say: Callable[[str], None]) -> Iterator[bool]:
+    """Inside, no copy in `folder` is written to disk; a drain that has begun is waited for while it works.
+
+    An agent that does nothing for STOPPED_S or HUNG_S seconds is ended: its copies stay in memory, and the next one
+    writes them. True: that was so, and there is no agent. Another process than the agent (`ckpt stop`) is left alone,
+    and not waited for any longer.
+    """
+    lock, began, said, ended = folder / DRAIN_LOCK, time.monotonic(), False, False
+    worked, done_before = began, ""
+    while True:
+        with lock_file(lock, fcntl.LOCK_EX) as free:
+            if free:
+                yield ended
+                return
+        now, agent = time.monotonic(), agent_pid(folder)
+        holder = _number_in(lock) or agent or 0
+        state, done = _state_of(holder)
+        if done != done_before:
+            worked, done_before = now, done
+        name = f"process {holder}{' (the agent)' if holder == agent else ''}, which holds {lock},"
+        if now - began >= SAY_S and not said:
+            said = True
+            say(f"waiting for {name} to end its checkpoint")
+        if now - worked >= (STOPPED_S if ended or state in "Tt" else HUNG_S):
+            what = "is stopped" if state in "Tt" else f"has done nothing for {now - worked:.0f} s"
+            if holder == agent and not ended:
+                say(f"{name} {what}: it is ended; its copies stay in memory, and this run goes on")
+                with contextlib.suppress(OSError):
+                    os.kill(holder, signal.SIGKILL)
+                ended, worked = True, now
+            else:
+                say(f"{name} {what}: this run goes on without the lock")
+                yield ended
+                return
+        time.sleep(0.02)
+
+
+def _state_of(pid: int) -> tuple[str, str]:
+    """The state of a process ("T" is stopped), and its processor time, which grows while it works."""
+    with contextlib.suppress(OSError, IndexError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return fields[0], " ".join(fields[11:13])
+    return "?", ""
+
+
+def _number_in(path: Path) -> int | None:
     with contextlib.suppress(OSError, ValueError):
         return int(path.read_text() or "0")
-    return 0
+    return None
 
 
 def read_status(folder: Path) -> Status | None:

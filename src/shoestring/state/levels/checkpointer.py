@@ -14,7 +14,6 @@ newest complete version from the nearest source (restore.py).
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import secrets
@@ -29,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoestring.errors import UserError
-from shoestring.host.arena import IndexTooLargeError, lock_file, room_for
+from shoestring.host.arena import IndexTooLargeError, room_for
 from shoestring.mesh import Mesh
 from shoestring.state.boxes import Box, local_box
 from shoestring.state.checkpoint import (
@@ -57,7 +56,7 @@ from shoestring.state.checkpoint import (
 from shoestring.state.checkpoint_files import sweep
 from shoestring.state.files import dtype_name
 from shoestring.state.levels import remote
-from shoestring.state.levels.agent import DRAIN_LOCK, AgentConfig, agent_pid, read_status, start_agent
+from shoestring.state.levels.agent import AgentConfig, agent_pid, no_drain, read_status, start_agent
 from shoestring.state.levels.drain import HOSTS
 from shoestring.state.levels.events import Event, append_event, rates_from_events, read_events
 from shoestring.state.levels.host_folder import (
@@ -191,7 +190,7 @@ class LevelCheckpointer:
         run.mesh.barrier()
         for place in memory_places(self.folder):
             self._forget_newer(place, run, step - 1)
-        with self._no_drain(run.mesh):
+        with self._no_drain(run):
             self._set_aside(run, step)
         self._set_aside_remote(run, step)
         self.saved_step = None
@@ -229,7 +228,7 @@ class LevelCheckpointer:
         if self.memory is not None:
             self.memory.wait()
             self.memory.wait_copied()
-        with self._no_drain(run.mesh):
+        with self._no_drain(run):
             on_main(run.mesh, sweep, self.folder)
             state = agree(run.mesh, lambda: run_state(run, parts))
             state[LIFE] = self.life
@@ -326,7 +325,7 @@ class LevelCheckpointer:
             self._forget_newer(place, run, run.step)
         # Also those that are incomplete or damaged: retention would count them and delete older ones that are sound.
         # What the agent is writing now is waited for only where it may be the version that was left.
-        with self._no_drain(run.mesh) if self.resume_from == "previous" else contextlib.nullcontext():
+        with self._no_drain(run) if self.resume_from == "previous" else contextlib.nullcontext():
             aside = self._set_aside(run, run.step + 1)
         for kept in aside if run.log is not None else ():
             run.log.say(f"a newer checkpoint is set aside as {kept}")
@@ -917,17 +916,15 @@ class LevelCheckpointer:
         return Keep(self.settings.keep_last, self.settings.keep_every, self.settings.keep_best)
 
     @contextlib.contextmanager
-    def _no_drain(self, mesh: Mesh) -> Any:
+    def _no_drain(self, run: RunLike) -> Any:
         """The agent of this host writes nothing to disk inside."""
-        if self._arenas is None or not self._arenas.is_dir() or not self._is_first_of_host(mesh):
+        if self._arenas is None or not self._arenas.is_dir() or not self._is_first_of_host(run.mesh):
             yield
             return
-        while True:
-            with lock_file(self._arenas / DRAIN_LOCK, fcntl.LOCK_EX) as free:
-                if free:
-                    yield
-                    return
-            time.sleep(0.02)
+        with no_drain(self._arenas, print if run.log is None or not run.mesh.is_main else run.log.say) as ended:
+            yield
+        if ended:
+            self._start_agent(run.mesh)
 
     def _leave_to_agent(self, run: RunLike, parts: dict[str, Any]) -> bool:
         """Where a save to disk does not fit into preempt_s: to memory, from where the agent takes it to disk."""
