@@ -1,17 +1,21 @@
-"""Shared fixtures: where the optional assets are, the command line, and a way to start real gloo ranks. And what a test
-may be skipped for.
+"""Shared fixtures: where the optional assets are, the command line, a folder with a tiny model and texts, and a way to
+start real gloo ranks. And what a test may be skipped for.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import json
 import multiprocessing
 import os
+import random
+import shutil
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +142,49 @@ def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
         return out
 
     return call
+
+
+@pytest.fixture(scope="session")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with texts of made-up words, and a model with a tokenizer of them. Copied, never written to."""
+    from shoestring.model import save_model
+    from shoestring.model.tokenizer import Tokenizer
+    from tiny import QWEN2, loud_model
+
+    folder = tmp_path_factory.mktemp("home")
+    draw = random.Random(0)
+    words = ["".join(draw.choices("abcdefghij", k=draw.randint(2, 5))) for _ in range(60)]
+    for name in ("calib.txt", "test.txt"):
+        (folder / name).write_text(" ".join(draw.choices(words, k=800)))
+    (folder / "prompts.txt").write_text("\n".join(" ".join(draw.choices(words, k=160)) for _ in range(12)))
+    (folder / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": w}) for w in words[:12]))
+    lines = [json.dumps({"text": " ".join(draw.choices(words, k=60))}) for _ in range(120)]
+    (folder / "corpus.jsonl").write_text("\n".join(lines))
+    tokenizer = Tokenizer.train([(folder / "calib.txt").read_text()], vocab_size=300)
+    save_model(folder / "model", loud_model(replace(QWEN2, vocab_size=tokenizer.vocab_size)), tokenizer)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def here(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of it that the tests of a file share."""
+    return Path(shutil.copytree(home, tmp_path_factory.mktemp("here"), dirs_exist_ok=True))
+
+
+@pytest.fixture
+def own_home(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy that one test has to itself, and that it works in."""
+    shutil.copytree(home, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SHOESTRING_CACHE", str(tmp_path / "cache"))
+    return tmp_path
+
+
+@pytest.fixture
+def cli(command: Callable[..., str], here: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("SHOESTRING_CACHE", str(here / "cache"))
+    return command
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from interrupted import dying
 from safetensors.torch import save_file
 
+from interrupted import dying
 from shoestring.cli.app import run_cli
 from shoestring.formats.convert import format_linears
 from shoestring.formats.linear import local

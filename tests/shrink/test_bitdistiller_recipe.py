@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from interrupted import dying
 
+from interrupted import dying
 from shoestring.cli.app import run_cli
 from shoestring.model import load_model
 from shoestring.runlog import read_jsonl

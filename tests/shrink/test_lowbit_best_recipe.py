@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from interrupted import dying
 from test_bitdistiller_recipe import SMALL
 
 from experiments.lowbit_methods import learn_grids
+from interrupted import dying
 from shoestring.cli.app import run_cli
 from shoestring.errors import UserError
 from shoestring.formats import FormatLinear, convert, parse_format

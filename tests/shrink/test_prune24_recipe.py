@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from interrupted import dying
 from safetensors.torch import load_file
 
+from interrupted import dying
 from shoestring.cli.app import run_cli
 from shoestring.kernels.sparse24.masks import is_24
 from shoestring.model import load_model, save_model

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from interrupted import dying
 from safetensors.torch import load_file, save_file
 
+from interrupted import dying
 from shoestring.cli.app import run_cli
 from shoestring.errors import UserError
 from shoestring.evals.model_row import check_apart

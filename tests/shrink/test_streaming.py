@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 import torch
-from interrupted import dying
 from torch import Tensor, nn
 
+from interrupted import dying
 from shoestring.errors import UserError
 from shoestring.evals.perplexity import perplexity
 from shoestring.formats import convert, pack, parse_format
