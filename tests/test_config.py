@@ -42,6 +42,17 @@ class Config:
     mesh: Inner = option(Inner(dp=3), "the mesh")
 
 
+@dataclass(frozen=True)
+class Levels:
+    RETIRED: ClassVar[dict[str, Retired]] = {"peer=xor": Retired(None, "give peer=all"), "set": Retired(4, "none")}
+    peer: Literal["off", "all"] = option("off", "who has it")
+
+
+@dataclass(frozen=True)
+class Saved:
+    levels: Levels = option(Levels(), "where")
+
+
 def test_a_retired_setting_is_one_line_and_old_folders_without_use_of_it_are_read() -> None:
     @dataclass(frozen=True)
     class Base:
@@ -57,6 +68,14 @@ def test_a_retired_setting_is_one_line_and_old_folders_without_use_of_it_are_rea
     assert from_json(Run, {"steps": 4, "delta": False}) == Run(4)
     with pytest.raises(UserError, match=r"^delta=True in the saved config.json is retired: all of it is sent; delete"):
         from_json(Run, {"steps": 4, "delta": True})
+
+    with pytest.raises(UserError, match=r"^levels\.peer=xor is retired: give peer=all$"):
+        apply_overrides(Saved, ["levels.peer=xor"])
+    with pytest.raises(UserError, match=r"^the setting levels\.set is retired: none; leave it out$"):
+        apply_overrides(Saved, ["levels.set=5"])
+    assert from_json(Saved, {"levels": {"set": 4}}) == Saved()
+    with pytest.raises(UserError, match=r"peer=xor in the saved config\.json is retired: give peer=all; change it"):
+        from_json(Saved, {"levels": {"peer": "xor"}})
 
 
 def test_every_type_is_read_from_its_annotation() -> None:

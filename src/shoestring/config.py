@@ -52,7 +52,8 @@ class Option(NamedTuple):
 
 
 class Retired(NamedTuple):
-    """A setting that is gone, in the class variable RETIRED of the config that had it; old run folders name it."""
+    """A setting that is gone, or with the name KEY=VALUE one of its values, in the class variable RETIRED of the config
+    that had it; old run folders name it."""
 
     unused: Any  # the value with which it did nothing
     instead: str  # what holds now
@@ -73,6 +74,10 @@ def apply_overrides(cls: type[T], overrides: list[str], start: T | None = None) 
     unknown = [k for k in given if k not in keys]
     if unknown:
         raise UserError(_unknown(cls, unknown[0]))
+    retired = _retired(cls)
+    for key, value in given.items():
+        if (gone := retired.get(f"{key}={value}")) is not None:
+            raise UserError(f"{key}={value} is retired: {gone.instead}")
     return _build(cls, given, prefix="", start=_MISSING if start is None else start)
 
 
@@ -172,6 +177,8 @@ def from_json(cls: type[T], values: dict[str, Any]) -> T:
             continue
         if key not in fields:
             raise UserError(_unknown(cls, key))
+        if (gone := retired.get(f"{key}={value}")) is not None:
+            raise UserError(f"{key}={value} in the saved config.json is retired: {gone.instead}; change it there")
         built[key] = _typed(hints[key], value, key)
         _check_least(fields[key], built[key], key)
     for key, f in fields.items():
@@ -336,7 +343,12 @@ def _keys(cls: type) -> list[str]:
 
 
 def _retired(cls: type) -> dict[str, Retired]:
-    return {key: about for base in cls.__mro__ for key, about in vars(base).get("RETIRED", {}).items()}
+    """Those of the bases, and dotted those of the groups."""
+    found = {key: about for base in cls.__mro__ for key, about in vars(base).get("RETIRED", {}).items()}
+    hints = typing.get_type_hints(cls).items()
+    groups = {name: typing.cast(type, hint) for name, hint in hints if dataclasses.is_dataclass(hint)}
+    nested = ((f"{name}.{key}", about) for name, hint in groups.items() for key, about in _retired(hint).items())
+    return {**found, **dict(nested)}
 
 
 def _unknown(cls: type, key: str) -> str:

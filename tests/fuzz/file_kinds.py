@@ -50,7 +50,6 @@ from shoestring.shrink.self_text import read_prompts
 from shoestring.state.boxes import Box, local_box
 from shoestring.state.checkpoint import load_checkpoint, save_checkpoint
 from shoestring.state.checkpoint_files import HOST_FORMAT, HOST_MANIFEST, MANIFEST, seal
-from shoestring.state.levels import xor_sets
 from shoestring.state.levels.checkpointer import LevelCheckpointer
 from shoestring.state.levels.drain import drain
 from shoestring.state.levels.host_folder import arena_path, list_copies
@@ -482,7 +481,6 @@ def make_arena(folder: Path) -> None:
     whole.release()
     arena.commit(0, 1, 3, dump_index(summed))
     arena.close()
-    make_parity(folder, summed)
     entries = list_copies(folder)[0]
     with ThreadPoolExecutor(1) as pool:
         drain(entries, folder / "step-00000003", pool)
@@ -493,23 +491,9 @@ def make_arena(folder: Path) -> None:
     (folder / "step-00000003" / HOST_MANIFEST).write_bytes(seal(body))
 
 
-def make_parity(folder: Path, copy: HeldCopy) -> None:
-    """Of a set of two ranks that hold the same."""
-    arena = Arena.create(arena_path(folder, 1, 2, "parity"), 4000, copy.num_bytes)
-    index = {
-        **{"format": xor_sets.FORMAT, "version": xor_sets.VERSION, "step": copy.step, "life": copy.life},
-        **{"position": 1, "members": [0, 1], "world_size": 2, "segment_bytes": copy.num_bytes},
-        **{"algorithm": arena.algorithm, "chunk_bytes": copy.chunk_bytes},
-        "chunks": [checksum(bytes(copy.num_bytes), arena.algorithm)],
-        "indexes": [dump_index(replace(copy, rank=r, world_size=2)) for r in range(2)],
-    }
-    arena.commit(0, 1, copy.step, index)
-    arena.close()
-
-
 def forged_index(folder: Path, rng: random.Random) -> str:
-    """Hostile values in the index of a copy or of a parity, under checksums that fit."""
-    path = rng.choice([arena_path(folder, 0, 1), arena_path(folder, 1, 2, "parity")])
+    """Hostile values in the index of a copy, under checksums that fit."""
+    path = arena_path(folder, 0, 1)
     arena = Arena.open(path)
     root, told = damage_value(arena.versions()[0].index, rng)
     text = hostile_json(root).encode(errors="replace")[: arena.index_bytes]
@@ -520,7 +504,7 @@ def forged_index(folder: Path, rng: random.Random) -> str:
 
 def forged_geometry(folder: Path, rng: random.Random) -> str:
     """Huge and odd sizes, under a checksum that fits."""
-    path = rng.choice([arena_path(folder, 0, 1), arena_path(folder, 1, 2, "parity")])
+    path = arena_path(folder, 0, 1)
     fields = list(GEOMETRY.unpack(path.read_bytes()[: GEOMETRY.size]))
     which, new = rng.randrange(1, len(fields)), rng.choice([0, 1, 3, 2**31 - 1, 2**20])
     fields[which] = new if which < 3 else rng.choice([new, 2**45, 2**62, 2**64 - 1])
@@ -539,15 +523,10 @@ def use_remote(folder: Path) -> None:
 
 
 def use_arena(folder: Path) -> None:
-    """What a resumed run does with a host's copies and parities in memory; then with the host's share on disk."""
+    """What a resumed run does with a host's copies in memory; then with the host's share on disk."""
     copies, problems = list_copies(folder)
-    parities, more = xor_sets.list_parities(folder, "h")
-    for problem in (*problems, *more):
+    for problem in problems:
         raise UserError(problem)
-    with ThreadPoolExecutor(1) as pool:
-        for parity in parities:
-            if (damaged := xor_sets.parity_damage(parity, pool)) is not None:
-                raise UserError(damaged)
     for entry in copies:
         tensors = {"w": torch.zeros(4, 3), "n": torch.zeros(2, dtype=torch.int64)}
         offer = Offer("memory", "h", str(entry.path), entry.copy, entry.slot, entry.sequence)

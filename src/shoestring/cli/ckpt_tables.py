@@ -34,9 +34,6 @@ from shoestring.state.levels.host_folder import (
 from shoestring.state.levels.policy import EXPLAINED, Cost, Interval, IntervalPlan, explain
 from shoestring.state.levels.restore import Offer, choose, offers_here, open_folder
 from shoestring.state.levels.version import missing_of
-from shoestring.state.levels.xor_sets import Parity, list_parities, parity_damage
-
-PEER_KINDS = {"replica": "whole copies on another host", "xor": "XOR sets over several hosts"}
 
 
 def _offers(checkpoints: Path) -> tuple[list[Offer], list[str]]:
@@ -45,20 +42,12 @@ def _offers(checkpoints: Path) -> tuple[list[Offer], list[str]]:
     return [*found, *more[0]], [*problems, *more[1]]
 
 
-def _parities(checkpoints: Path) -> tuple[list[Parity], list[str]]:
-    found = [list_parities(folder, host_name()) for folder in memory_places(checkpoints)]
-    return [p for some, _ in found for p in some], [line for _, problems in found for line in problems]
-
-
 def versions_table(checkpoints: Path) -> Table:
-    (offers, problems), (parities, more) = _offers(checkpoints), _parities(checkpoints)
-    problems += more
-    xor = {p.key: f"XOR of {len(p.members) - 1} other hosts" for p in parities}
+    offers, problems = _offers(checkpoints)
     rows = []
-    for key in sorted({o.copy.key for o in offers} | set(xor), reverse=True):
+    for key in sorted({o.copy.key for o in offers}, reverse=True):
         some = [o for o in offers if o.copy.key == key]
         places = sorted({"peer memory" if o.is_peer else o.source for o in some})
-        places += [xor[key]] if key in xor else []
         lacking = missing_of(o.copy for o in some)
         size = sum(b.num_bytes for o in some[:1] for b in o.copy.boxes) / 2**20
         rows.append([key[0], ", ".join(places), len(some), f"{size:.1f}", lacking or "complete here"])
@@ -116,15 +105,6 @@ def verified_versions(checkpoints: Path) -> tuple[Table, list[str]]:
             except UserError as error:
                 problem = str(error)
             rows.append([offer.copy.step, offer.source, offer.path, problem or "sound"])
-            problems.extend([problem] if problem else [])
-        parities, unusable = _parities(checkpoints)
-        problems += unusable
-        for parity in parities:
-            try:
-                problem = parity_damage(parity, pool)
-            except UserError as error:
-                problem = str(error)
-            rows.append([parity.step, "XOR", parity.path, problem or "sound"])
             problems.extend([problem] if problem else [])
     return Table("Verified", ["step", "source", "place", "state"], rows), problems
 
@@ -223,8 +203,6 @@ def plan_table(checkpoints: Path) -> Table:
             f"A step takes {plan.step_s:.3g} s. Predicted share of time lost to saving and failures: {plan.waste:.2%}. "
             f"Saves so far {found['saves']}, skipped {found['skipped']}."
         )
-        if found.get("peer") in PEER_KINDS and any(i.level == "peer" for i in intervals):
-            note += f" Level peer: {PEER_KINDS[found['peer']]}."
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path} is not a plan of this version of Shoestring ({error}); delete it") from None
     return Table("Plan", EXPLAINED, rows, note)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from shoestring.config import to_json
+from shoestring.config import apply_overrides, from_json, to_json
 from shoestring.errors import UserError
 from shoestring.state.levels.cache import CheckpointCache
 from shoestring.state.levels.checkpointer import LevelCheckpointer
@@ -89,15 +89,10 @@ def test_a_loop_goes_on_where_it_was() -> None:
         ({"levels": LevelsConfig(mttf_hours=-1.0)}, r"levels\.mttf_hours"),
         ({"levels": LevelsConfig(peer_gbps=0.0)}, r"levels\.peer_gbps"),
         ({"levels": LevelsConfig(remote_timeout_s=0.0)}, r"levels\.remote_timeout_s"),
-        ({"levels": LevelsConfig(xor_set=33)}, r"levels\.xor_set=33 is too many"),
         ({"levels": LevelsConfig(mttf_hours=math.inf)}, r"levels\.mttf_hours=inf is not possible"),
         (
             {"levels": LevelsConfig(peer_gbps=1.0)},
             r"levels\.peer_gbps=1 limits copies to peers, and levels\.peer is off",
-        ),
-        (
-            {"levels": LevelsConfig(xor_set=3, peer="replica")},
-            r"levels\.xor_set=3 is for levels\.peer=xor, not replica",
         ),
         (
             {"checkpoint": "fixed", "levels": LevelsConfig(peer="replica")},
@@ -111,13 +106,24 @@ def test_settings_that_cannot_work(change: dict[str, Any], words: str) -> None:
         check_checkpoints(CheckpointConfig(**{"checkpoint": "auto", **change}))
 
 
+def test_runs_of_xor_sets_are_told_what_to_give_instead() -> None:
+    with pytest.raises(UserError, match=r"levels\.peer=xor is retired: levels\.peer=replica keeps"):
+        apply_overrides(CheckpointConfig, ["levels.peer=xor"])
+    with pytest.raises(UserError, match=r"levels\.xor_set is retired: levels\.peer=replica needs no sets"):
+        apply_overrides(CheckpointConfig, ["levels.xor_set=3"])
+    saved = to_json(CheckpointConfig(checkpoint="auto"))
+    levels = {**saved["levels"], "xor_set": 4}
+    assert from_json(CheckpointConfig, {**saved, "levels": levels}) == CheckpointConfig(checkpoint="auto")
+    with pytest.raises(UserError, match=r"peer=xor in the saved config\.json is retired"):
+        from_json(CheckpointConfig, {**saved, "levels": {**levels, "peer": "xor"}})
+
+
 @pytest.mark.parametrize(
     "saved",
     [
         CheckpointConfig(preempt_s=30.0),
         CheckpointConfig(levels=LevelsConfig(remote="s3://bucket/run", budget=0.02)),
         CheckpointConfig(checkpoint="auto", levels=LevelsConfig(peer_gbps=1.0)),
-        CheckpointConfig(checkpoint="auto", levels=LevelsConfig(xor_set=3, peer="replica")),
     ],
 )
 def test_settings_without_effect_are_refused_only_where_a_resumed_run_does_not_have_them(

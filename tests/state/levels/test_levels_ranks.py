@@ -20,12 +20,3 @@ def test_two_hosts_save_and_one_is_lost(run_ranks: Callable[..., str], tmp_path:
 def test_memory_of_four_ranks_on_other_meshes_and_back(run_ranks: Callable[..., str], tmp_path: Path) -> None:
     out = run_ranks(4, Path(__file__).with_name("ranks_levels_meshes.py"), str(tmp_path))
     assert out.splitlines()[-1] == "dp 2 x tp 2: step 24"
-
-
-@pytest.mark.ranks
-@pytest.mark.lab
-def test_any_of_three_hosts_is_computed_from_the_xor_of_the_others(
-    run_ranks: Callable[..., str], tmp_path: Path
-) -> None:
-    out = run_ranks(3, Path(__file__).with_name("ranks_levels_xor.py"), str(tmp_path))
-    assert out.splitlines()[-1] == "xor done"

@@ -74,7 +74,7 @@ from shoestring.state.levels.host_folder import (
     memory_base,
     memory_places,
 )
-from shoestring.state.levels.peers import GroupLink, Key, PeerRounds, Replicas
+from shoestring.state.levels.peers import NUM_SLOTS, Key, PeerRounds, Replicas
 from shoestring.state.levels.policy import LEVELS, Cost, IntervalPlan, Mean, Rate, duration, make_plan
 from shoestring.state.levels.restore import (
     ChosenVersion,
@@ -92,7 +92,6 @@ from shoestring.state.levels.retention import Keep, prune_steps
 from shoestring.state.levels.settings import CheckpointConfig
 from shoestring.state.levels.snapshot import MemoryLevel, forget_newer, hold_alive, is_held, lay_out, local_tensor
 from shoestring.state.levels.version import LIFE, HeldBox, HeldCopy, dump_index, missing_of, sum_of_names
-from shoestring.state.levels.xor_sets import XorRound, rebuild_lost, xor_sets
 
 MEASURE_S = 0.5  # seconds after the first saves, when the ranks look what they cost
 NUM_MEASURED = 2
@@ -296,8 +295,6 @@ class LevelCheckpointer:
             return found
 
         offers = gather_offers(run.mesh, self.host, look)
-        if self._rebuild(run, arenas, offers):
-            offers = gather_offers(run.mesh, self.host, look)
         fetched = self._fetch_remote(run, offers)
         if fetched:
             offers = gather_offers(run.mesh, self.host, look)
@@ -337,17 +334,6 @@ class LevelCheckpointer:
             append_event(self.folder, Event("resumed", time.time(), run.step, self.life, source))
         run.mesh.barrier()
         return True
-
-    def _rebuild(self, run: RunLike, arenas: Sequence[Path], offers: Sequence[Offer]) -> bool:
-        """The states of lost hosts, computed from XOR sets, where that makes a newer version complete."""
-        link = None if self._group is None else GroupLink(self._group)
-        ranks, problems = rebuild_lost(run.mesh, self.host, self._hosts, arenas, offers, link)
-        if run.log is not None:
-            for line in problems:
-                run.log.say(f"passed over: {line}")
-            if ranks:
-                run.log.say(f"computed from XOR sets: the state of rank {', '.join(map(str, ranks))}")
-        return bool(ranks)
 
     def _choose(self, run: RunLike, offers: Sequence[Offer]) -> ChosenVersion | None:
         choice = choose(offers)
@@ -566,7 +552,6 @@ class LevelCheckpointer:
         assert self._peers is not None and self.memory is not None
         if succeeded:
             self.memory.kept_slot, self._replicated = self._replicating
-            self._drop_other_peers(run)
             self._note_cost("peer", 0.0, seconds)
         elif run.log is not None:
             run.log.say(f"copies to peers failed: {self._peers.error or 'another rank could not store one'}")
@@ -615,7 +600,7 @@ class LevelCheckpointer:
         with_peers = "peer" in self._levels(run.mesh)
         least_slots = 3 if with_peers else 2
         on_this_host = sum(size for host, size in needs if host == self.host)
-        for_peers = round(self._peer_share() * max(size for _, size in needs) * self._hosts.count(self.host))
+        for_peers = NUM_SLOTS * max(size for _, size in needs) * self._hosts.count(self.host) if with_peers else 0
         # Where no version was complete, those that were found stay in memory until this first save: the user may want
         # to begin again with the host that lacked.
         for place in memory_places(self.folder):
@@ -646,7 +631,8 @@ class LevelCheckpointer:
         self.memory.fit(num_bytes, index_bytes)
         self._spare_slot = bool(self._agree_numbers([self.memory.num_slots > least_slots], [])[0])
         if with_peers:
-            self._peers = PeerRounds(self._peer_round(run.mesh.rank), self.settings.levels.peer_gbps)
+            replicas = Replicas(self._arenas, run.mesh.rank, self._hosts)
+            self._peers = PeerRounds(replicas, self.settings.levels.peer_gbps)
         run.mesh.barrier()
         if self._is_first_of_host(run.mesh):
             here = {alive_path(self._arenas, r) for r, host in enumerate(self._hosts) if host == self.host}
@@ -668,21 +654,6 @@ class LevelCheckpointer:
         path.unlink(missing_ok=True)
         self._prepare(run, parts)
         self.next_step = run.step + 1
-
-    def _peer_round(self, rank: int) -> Replicas | XorRound:
-        assert self._arenas is not None
-        if self.settings.levels.peer == "xor":
-            return XorRound(self._arenas, rank, self._hosts, self.settings.levels.xor_set)
-        return Replicas(self._arenas, rank, self._hosts)
-
-    def _peer_share(self) -> float:
-        """Memory for what peers send, in states of one rank for each rank of this host: two slots."""
-        if self.settings.levels.peer == "off" or len(set(self._hosts)) == 1:
-            return 0.0
-        if self.settings.levels.peer == "replica":
-            return 2.0
-        members = next(s for s in xor_sets(self._hosts, self.settings.levels.xor_set) if self._rank in s)
-        return 2.0 / (len(members) - 1)
 
     def _place(self, run: RunLike, num_bytes: int) -> Path:
         """A folder in tmpfs; on disk, with one line about it, where tmpfs is too small."""
@@ -880,10 +851,6 @@ class LevelCheckpointer:
             return
         self._hosts = [""] * mesh.world_size
         dist.all_gather_object(self._hosts, self.host)
-        if self.settings.levels.peer == "xor":
-            xor_sets(
-                self._hosts, self.settings.levels.xor_set
-            )  # says now, and not after the first steps, what is wrong
         if self._group is None:
             self._group = dist.new_group(backend="gloo")
 
@@ -963,25 +930,16 @@ class LevelCheckpointer:
 
     def _drop_old_arenas(self, run: RunLike) -> None:
         """Arenas of an earlier number of ranks, and of peers where there are none: a new version is in memory
-        everywhere now. What peers have stays until they have a newer version."""
-        self._drop_unused(run, self._kinds(run.mesh) if self._peers is None else ("rank", "replica", "parity"))
-
-    def _drop_other_peers(self, run: RunLike) -> None:
-        """Replicas that were computed from XOR sets, or files of another setting: the peers have a newer version."""
-        self._drop_unused(run, self._kinds(run.mesh))
+        everywhere now."""
+        if self._arenas is None or not self._is_first_of_host(run.mesh):
+            return
+        for path in self._arenas.glob("*.arena"):
+            if not is_in_use(path, run.mesh.world_size, self._kinds(run.mesh)):
+                path.unlink(missing_ok=True)
 
     def _kinds(self, mesh: Mesh) -> tuple[str, ...]:
         """The kinds of arenas that this run writes."""
-        if "peer" not in self._levels(mesh):
-            return ("rank",)
-        return "rank", "parity" if self.settings.levels.peer == "xor" else "replica"
-
-    def _drop_unused(self, run: RunLike, kinds: Sequence[str]) -> None:
-        if self._arenas is None or not self._is_first_of_host(run.mesh):
-            return
-        for path in arena_files(self._arenas):
-            if not is_in_use(path, run.mesh.world_size, kinds):
-                path.unlink(missing_ok=True)
+        return ("rank", "replica") if "peer" in self._levels(mesh) else ("rank",)
 
 
 def share_out(

@@ -3,7 +3,6 @@
     /dev/shm/shoestring-UID/RUN-HOST/          RUN: a fingerprint of the run folder's path
         rank-00000-of-00004.arena              the state of that rank, twice (host/arena.py)
         replica-00002-of-00004.arena           the same of a rank of another host
-        parity-00000-of-00004.arena            the XOR of a part of ranks of other hosts (xor_sets.py)
         rank-00000.alive                       locked while that rank's trainer lives
         agent.lock, agent.json, agent.log      the process that outlives the trainer (agent.py)
         finished                               the run has ended, and its last state is on disk
@@ -18,12 +17,12 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
 from shoestring.errors import UserError
 from shoestring.host.arena import Arena, SlotVersion, is_locked, own_folder
@@ -34,9 +33,8 @@ DEFAULT_BASE = "/dev/shm"
 AGENT_LOCK, AGENT_CONFIG, AGENT_LOG, FINISHED, STOP = "agent.lock", "agent.json", "agent.log", "finished", "stop"
 ON_DISK = ".arenas"  # beside the checkpoints: the base of copies for which memory has no room
 NOT_STOPPED = "not-stopped"  # the answer to `stop`: why the agent goes on
-ArenaKind = Literal["rank", "replica", "parity"]
-T = TypeVar("T")
-_ARENA = re.compile(r"(rank|replica|parity)-([0-9]{5,})-of-([0-9]{5,})\.arena")
+ArenaKind = Literal["rank", "replica"]
+_ARENA = re.compile(r"(rank|replica)-([0-9]{5,})-of-([0-9]{5,})\.arena")
 
 
 def host_name() -> str:
@@ -78,7 +76,7 @@ def arena_files(folder: Path) -> list[Path]:
 
 
 def kind_of(path: Path) -> str:
-    """rank, replica or parity."""
+    """rank or replica."""
     return path.name.partition("-")[0]
 
 
@@ -110,22 +108,10 @@ class ArenaCopy:
 
 
 def list_copies(folder: Path) -> tuple[list[ArenaCopy], list[str]]:
-    """(copies in memory, what is wrong with files that cannot be used). Parities are no copies: xor_sets.py."""
-
-    def read(path: Path, slot_bytes: int, version: SlotVersion) -> ArenaCopy:
-        held = parse_index(version.index, slot_bytes, f"{path}, slot {version.slot}")
-        if held.step != version.step:
-            raise UserError(f"{path}, slot {version.slot}: record and index name different steps")
-        return ArenaCopy(path, version.slot, version.sequence, held)
-
-    return read_versions((p for p in arena_files(folder) if kind_of(p) != "parity"), read)
-
-
-def read_versions(paths: Iterable[Path], read: Callable[[Path, int, SlotVersion], T]) -> tuple[list[T], list[str]]:
-    """(`read(path, slot_bytes, version)` of every version in these arenas, what is wrong with the others)."""
-    found: list[T] = []
+    """(copies in memory, what is wrong with files that cannot be used)."""
+    found: list[ArenaCopy] = []
     problems: list[str] = []
-    for path in paths:
+    for path in arena_files(folder):
         try:
             arena = Arena.open(path)
         except UserError as error:
@@ -133,11 +119,18 @@ def read_versions(paths: Iterable[Path], read: Callable[[Path, int, SlotVersion]
             continue
         for version in arena.versions():
             try:
-                found.append(read(path, arena.slot_bytes, version))
+                found.append(_copy_in(arena, version))
             except UserError as error:
                 problems.append(str(error))
         arena.close()
     return found, problems
+
+
+def _copy_in(arena: Arena, version: SlotVersion) -> ArenaCopy:
+    held = parse_index(version.index, arena.slot_bytes, f"{arena.path}, slot {version.slot}")
+    if held.step != version.step:
+        raise UserError(f"{arena.path}, slot {version.slot}: record and index name different steps")
+    return ArenaCopy(arena.path, version.slot, version.sequence, held)
 
 
 @contextmanager

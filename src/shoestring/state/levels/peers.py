@@ -1,10 +1,10 @@
 """Copies of every rank's state in the memory of other hosts: rounds of a thread, whole replicas, the rate limit.
 
 When a version is committed, the ranks exchange it in a round, chunk by chunk, over a gloo group and in a thread of its
-own, so that neither training's collectives nor its order are touched. `Replicas` sends the whole state of a rank to a
-rank of the next host; xor_sets.py keeps the XOR of several ranks, which needs less memory. What arrives goes into an
-arena of the receiving host under the same rules as a save: verified, then committed. The sender reads from its slot
-under a shared lock. The rate is limited below what the link can do (half of what the first pieces measured, or `gbps`).
+own, so that neither training's collectives nor its order are touched. The whole state of a rank goes to a rank of the
+next host. What arrives goes into an arena of the receiving host under the same rules as a save: verified, then
+committed. The sender reads from its slot under a shared lock. The rate is limited below what the link can do (half of
+what the first pieces measured, or `gbps`).
 
 All ranks take part in every round in the same order; one that has nothing to send says so. A lost connection ends the
 rounds, not the training.
@@ -36,6 +36,7 @@ from shoestring.state.levels.version import dump_index, parse_index
 PIECE_BYTES = 4 << 20
 PROBE_PIECES = 4  # sent at full speed, to see what the link can do
 LEAST_PIECE = 1 << 20  # bytes; less (headers) passes at once, and says nothing about the bandwidth
+NUM_SLOTS = 2  # of the arena of a replica
 SHARE = 0.5  # of the measured bandwidth that replication takes at most
 Key = tuple[int, str]  # step and life of a version
 
@@ -156,11 +157,10 @@ class PeerSlot:
     """A slot for what peers send, in an arena of this host. Without room for it `bytes` is None."""
 
     def __init__(
-        self, path: Path, num_bytes: int, index_bytes: int, kept: Key | None, pool: ThreadPoolExecutor, slots: int = 2
+        self, path: Path, num_bytes: int, index_bytes: int, kept: Key | None, pool: ThreadPoolExecutor
     ) -> None:
-        """`kept` is the version that all peers have: it is not overwritten. None: the newest is not. A new file gets
-        the pages of so many slots."""
-        self.num_bytes, self._pool, self._slots = num_bytes, pool, slots
+        """`kept` is the version that all peers have: it is not overwritten. None: the newest is not."""
+        self.num_bytes, self._pool = num_bytes, pool
         self._lock = contextlib.ExitStack()
         self.bytes: Tensor | None = None
         self.arena = self._open(path, index_bytes)
@@ -187,11 +187,11 @@ class PeerSlot:
                 if arena.slot_bytes >= self.num_bytes and arena.index_bytes >= index_bytes:
                     return arena
                 arena.close()
-        if room_for(path.parent, self._slots * self.num_bytes) is not None:
+        if room_for(path.parent, NUM_SLOTS * self.num_bytes) is not None:
             return None
         arena = Arena.create(path, 4 * index_bytes + (1 << 20), self.num_bytes)
         try:
-            for slot in range(self._slots):
+            for slot in range(NUM_SLOTS):
                 arena.touch(slot, self._pool)
         except OSError:  # somebody else took the room
             arena.close()
@@ -219,13 +219,8 @@ class PeerSlot:
         bad = damaged_chunks(view, index["chunks"], self._pool, index["chunk_bytes"], index["algorithm"])
         view.release()
         if not bad:
-            self.write(step, index)
+            self.arena.commit(self.slot, self._sequence, step, index)
         return not bad
-
-    def write(self, step: int, index: dict[str, Any]) -> None:
-        """Commit it as it is."""
-        assert self.arena is not None
-        self.arena.commit(self.slot, self._sequence, step, index)
 
     def close(self) -> None:
         self._lock.close()
@@ -239,14 +234,8 @@ class PeerSlot:
 # -- rounds ------------------------------------------------------------------------------------------------------
 
 
-class Round(Protocol):
-    """One rank's side of an exchange; True where everything that came is stored."""
-
-    def __call__(self, link: PeerLink, mine: ArenaCopy | None, kept: Key | None) -> bool: ...
-
-
 class Replicas:
-    """The whole state of a rank goes to a rank of the next host."""
+    """One rank's side of a round: its whole state goes to a rank of the next host."""
 
     def __init__(self, folder: Path, rank: int, hosts: Sequence[str]) -> None:
         self.folder, self.world_size = folder, len(hosts)
@@ -255,6 +244,7 @@ class Replicas:
         self._pool = ThreadPoolExecutor(2)
 
     def __call__(self, link: PeerLink, mine: ArenaCopy | None, kept: Key | None) -> bool:
+        """True where everything that came is stored."""
         with contextlib.ExitStack() as stack:
             index, total, data = stack.enter_context(slot_to_send(mine))
             headers = exchange_headers(link, index, total, [self.holder], self.sources)
@@ -284,7 +274,7 @@ class Replicas:
 class PeerRounds:
     """Rounds in the background. `begin` starts one, on every rank; `succeeded` is of the last one."""
 
-    def __init__(self, round_: Round, gbps: float | None, timeout_s: float = 600.0) -> None:
+    def __init__(self, round_: Replicas, gbps: float | None, timeout_s: float = 600.0) -> None:
         self._round, self._limit = round_, RateLimit(gbps)
         self.error: str | None = None
         self.seconds = 0.0  # of the last round

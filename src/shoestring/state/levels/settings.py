@@ -5,25 +5,24 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from shoestring.config import option, to_json
+from shoestring.config import Retired, option, to_json
 from shoestring.errors import UserError
-
-MOST_XOR_SET = 32  # hosts; a larger set loses two of them too often
 
 
 @dataclass(frozen=True)
 class LevelsConfig:
     """Of `checkpoint=auto`; the defaults need no change on one machine."""
 
+    RETIRED: ClassVar[dict[str, Retired]] = {
+        "peer=xor": Retired(None, "levels.peer=replica keeps the state in memory of another host"),
+        "xor_set": Retired(4, "levels.peer=replica needs no sets of hosts"),
+    }
     mttf_hours: float | None = option(None, "expected hours between failures; none: from the number of processes")
     budget: float = option(0.01, "largest share of the time that saving at one level may cost")
     agent_idle: float = option(1800.0, "seconds that copies in memory are kept after the trainer has ended", least=0)
-    peer: Literal["off", "replica", "xor"] = option(
-        "off", "also keep each process's state in memory of other hosts: whole, or as the XOR of several (less memory)"
-    )
-    xor_set: int = option(4, "hosts of a set with peer=xor: a set survives the loss of one of them", least=2)
+    peer: Literal["off", "replica"] = option("off", "also keep each process's state in memory of another host")
     peer_gbps: float | None = option(None, "most Gbit/s for copies to peers; none: half of what is measured")
     remote: str | None = option(None, "fsspec URL for copies on remote storage, such as s3://bucket/run")
     remote_timeout_s: float = option(60.0, "seconds that one operation on remote storage may take")
@@ -63,8 +62,6 @@ def check_checkpoints(cfg: CheckpointConfig, *, saved: Mapping[str, Any] | None 
         raise UserError(f"levels.mttf_hours={cfg.levels.mttf_hours} is not possible; give more than 0, or leave it out")
     if cfg.levels.peer_gbps is not None and not cfg.levels.peer_gbps > 0:
         raise UserError(f"levels.peer_gbps={cfg.levels.peer_gbps} is not possible; give more than 0")
-    if cfg.levels.xor_set > MOST_XOR_SET:
-        raise UserError(f"levels.xor_set={cfg.levels.xor_set} is too many; give at most {MOST_XOR_SET}")
     if not cfg.levels.remote_timeout_s > 0:
         raise UserError(f"levels.remote_timeout_s={cfg.levels.remote_timeout_s} is not possible; give more than 0")
     given = _set_by_user(to_json(cfg), saved or {})
@@ -75,12 +72,7 @@ def check_checkpoints(cfg: CheckpointConfig, *, saved: Mapping[str, Any] | None 
     if "levels.peer_gbps" in given and cfg.levels.peer == "off":
         raise UserError(
             f"levels.peer_gbps={cfg.levels.peer_gbps:g} limits copies to peers, and levels.peer is off: give "
-            "levels.peer=replica or xor, or leave it out"
-        )
-    if "levels.xor_set" in given and cfg.levels.peer != "xor":
-        raise UserError(
-            f"levels.xor_set={cfg.levels.xor_set} is for levels.peer=xor, not {cfg.levels.peer}: give that, or leave "
-            "it out"
+            "levels.peer=replica, or leave it out"
         )
 
 
