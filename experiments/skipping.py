@@ -61,12 +61,12 @@ from experiments.skipping_sets import (
 from shoestring.errors import as_command
 from shoestring.evals.perplexity import perplexity
 from shoestring.evals.tasks import run_task
+from shoestring.methods.skipping.adaskip import unified
+from shoestring.methods.skipping.search import StepTimer, measure_costs
+from shoestring.methods.skipping.sets import left_out
 from shoestring.model import Decoder, ModelSpec
 from shoestring.model.skip import SkipSet
 from shoestring.serve import Engine, Sampling
-from shoestring.shrink.adaskip import unified
-from shoestring.shrink.skip_search import StepTimer, measure_costs
-from shoestring.shrink.skip_sets import left_out
 
 CONTEXTS = (2048, 8192)
 SHAPE_8B = ModelSpec(128256, 4096, 32, 32, 8, 128, 14336, 8448, rope_theta=5e5, tied=False)

@@ -41,6 +41,8 @@ from experiments.skipping_sets import (
     time_steps,
 )
 from shoestring.errors import UserError
+from shoestring.methods.skipping.adaskip import Idleness, adaskip, num_for_alpha
+from shoestring.methods.skipping.search import StepCosts, StepTimer, Trials, measure_costs, search
 from shoestring.model import Decoder
 from shoestring.model.skip import SkipSet
 from shoestring.serve import Engine, Sampling
@@ -48,9 +50,7 @@ from shoestring.serve.engine.request import Draft, Request
 from shoestring.serve.engine.skip_policy import NUM_WATCHED, Fixed, SkipPolicy, SkipSets
 from shoestring.serve.speculative.drafter import Drafter
 from shoestring.serve.speculative.verify import Check
-from shoestring.shrink.adaskip import Idleness, adaskip, num_for_alpha
 from shoestring.shrink.calibrate import windows
-from shoestring.shrink.skip_search import StepCosts, StepTimer, Trials, measure_costs, search
 
 METRIC = "online_speedup"
 WHOLE, OFFLINE, ONLINE, OURS = "whole model", "adaskip, offline", "adaskip, offline and online", "measured"

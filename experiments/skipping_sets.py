@@ -21,12 +21,12 @@ from torch import Tensor
 from benchmarks.results import newest, record
 from benchmarks.smollm2 import need_smollm2
 from shoestring.errors import UserError
+from shoestring.methods.skipping.adaskip import Idleness, adaskip, early_exit, measure_idleness, unified
+from shoestring.methods.skipping.search import StepCosts, StepTimer, Trials, best_drafter, measure_costs, search
 from shoestring.model import Decoder, load_model
 from shoestring.model.folder import LoadedModel
 from shoestring.model.skip import KINDS, SkipSet, Sublayer, all_sublayers
-from shoestring.shrink.adaskip import Idleness, adaskip, early_exit, measure_idleness, unified
 from shoestring.shrink.calibrate import windows
-from shoestring.shrink.skip_search import StepCosts, StepTimer, Trials, best_drafter, measure_costs, search
 
 MODEL = "SmolLM2-135M-Instruct"
 NAME_8B = "8B Llama shape"

@@ -9,7 +9,7 @@ A `SkipSet` is the skipped sublayers with their stand-ins. It is applied from ou
 immutable: its id is a hash of its content, and everything that depends on a set (keys and values in a prefix cache,
 CUDA graphs) is keyed by that id. A skipped attention sublayer writes no keys and values.
 
-shrink/skip_sets.py chooses sets; serve/engine/skip_policy.py uses them.
+methods/skipping/sets.py chooses sets; serve/engine/skip_policy.py uses them.
 """
 
 from __future__ import annotations

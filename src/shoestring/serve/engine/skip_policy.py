@@ -19,7 +19,7 @@ code resets it to 1 at every prompt, so that nothing is ever added there.
 Sets are shared by all requests and there are at most MAX_SETS, since each is a step of its own and, on a GPU, a
 CUDA graph of its own. A request whose larger set would be one too many takes the largest known set within it.
 
-How sets are found: shrink/skip_sets.py. A set as a drafter, which changes no text:
+How sets are found: methods/skipping/sets.py. A set as a drafter, which changes no text:
 serve/speculative/layer_skip_drafter.py.
 """
 

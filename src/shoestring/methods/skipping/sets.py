@@ -25,6 +25,8 @@ import torch
 from torch import Tensor
 
 from shoestring.errors import UserError, suggest
+from shoestring.methods.skipping.adaskip import adaskip, early_exit, measure_idleness, num_for_alpha, unified
+from shoestring.methods.skipping.search import SearchProgress, SearchStep, Trials, best_drafter, measure_costs, search
 from shoestring.model.folder import LoadedModel
 from shoestring.model.skip import SkipSet
 from shoestring.model.tokenizer import Tokenizer
@@ -32,9 +34,7 @@ from shoestring.model.transformer import Decoder
 from shoestring.paths import cache_folder
 from shoestring.runlog import write_atomically
 from shoestring.serve.engine.skip_policy import AdaSkip, Fixed, SkipPolicy, open_policy
-from shoestring.shrink.adaskip import adaskip, early_exit, measure_idleness, num_for_alpha, unified
 from shoestring.shrink.calibrate import windows
-from shoestring.shrink.skip_search import SearchProgress, SearchStep, Trials, best_drafter, measure_costs, search
 from shoestring.train.shards import tokenize_corpus
 
 Method = Literal["adaskip", "measured", "lossless", "early_exit", "unified"]

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from shoestring.cli.app import run_cli
+from shoestring.methods.skipping import sets
 from shoestring.model import Decoder, ModelSpec, Tokenizer, load_model, save_model
 from shoestring.model.parallel import init_weights
 from shoestring.model.skip import SkipSet
 from shoestring.serve import AdaSkip, Engine, Sampling, open_policy
-from shoestring.shrink import skip_sets
 
 TEXT = "the quick brown fox jumps over the lazy dog. pack my box with five dozen liquor jugs.\n" * 60
 
@@ -33,7 +33,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def in_here(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(here)
     monkeypatch.setenv("SHOESTRING_CACHE", str(here / "cache"))
-    monkeypatch.setattr(skip_sets, "MAX_BYTES", 150_000)
+    monkeypatch.setattr(sets, "MAX_BYTES", 150_000)
 
 
 def cli(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> tuple[str, str]:

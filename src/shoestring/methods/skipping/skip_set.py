@@ -31,10 +31,10 @@ from shoestring.evals.model_row import (
     ready,
     text_tokens,
 )
+from shoestring.methods.skipping.sets import SEARCHED, FoundSet, SkipGoal, calibration, find_set, left_out
 from shoestring.model import load_model
 from shoestring.report import Curves, Section, Series, Table, Text, eval_table, run_sections, write_report
 from shoestring.runlog import RunLog, check_run_folder, open_run_folder, write_atomically
-from shoestring.shrink.skip_sets import SEARCHED, FoundSet, SkipGoal, calibration, find_set, left_out
 
 CONTEXT = 2048
 

@@ -10,10 +10,8 @@ import torch
 from torch import Tensor
 
 from shoestring.errors import UserError
-from shoestring.model import Decoder
-from shoestring.model.skip import SkipSet, Sublayer, all_sublayers
-from shoestring.shrink.adaskip import Idleness, adaskip, early_exit, measure_idleness, num_for_alpha, unified
-from shoestring.shrink.skip_search import (
+from shoestring.methods.skipping.adaskip import Idleness, adaskip, early_exit, measure_idleness, num_for_alpha, unified
+from shoestring.methods.skipping.search import (
     Damage,
     SearchStep,
     StepCosts,
@@ -24,6 +22,8 @@ from shoestring.shrink.skip_search import (
     measure_costs,
     search,
 )
+from shoestring.model import Decoder
+from shoestring.model.skip import SkipSet, Sublayer, all_sublayers
 from tiny import QWEN2
 
 SUBS = all_sublayers(4)
