@@ -42,12 +42,13 @@ from experiments.skipping_sets import (
 )
 from shoestring.errors import UserError
 from shoestring.methods.skipping.adaskip import Idleness, adaskip, num_for_alpha
+from shoestring.methods.skipping.policies import NUM_WATCHED
 from shoestring.methods.skipping.search import StepCosts, StepTimer, Trials, measure_costs, search
 from shoestring.model import Decoder
 from shoestring.model.skip import SkipSet
 from shoestring.serve import Engine, Sampling
 from shoestring.serve.engine.request import Draft, Request
-from shoestring.serve.engine.skip_policy import NUM_WATCHED, Fixed, SkipPolicy, SkipSets
+from shoestring.serve.engine.skip_policy import Fixed, SkipPolicy, SkipSets
 from shoestring.serve.speculative.drafter import Drafter
 from shoestring.serve.speculative.verify import Check
 from shoestring.shrink.calibrate import windows

@@ -46,7 +46,7 @@ def listed_files() -> set[str]:
         if opened:
             folder = opened[1]
         found |= {
-            f"{folder}/{name}" for name in re.findall(r"[\w.-]+\.(?:pyi?|cu|cpp|h|json|html|js|css|typed)\b", line)
+            f"{folder}/{name}" for name in re.findall(r"[\w.-]+\.(?:pyi?|md|cu|cpp|h|json|html|js|css|typed)\b", line)
         }
     return found
 

@@ -17,10 +17,10 @@ from benchmarks import results
 from experiments import skipping, skipping_online, skipping_sets
 from experiments.skipping_online import OFFLINE, ONLINE, OURS, WHOLE, Read, Reader
 from shoestring.errors import UserError
+from shoestring.methods.skipping.policies import NUM_WATCHED, AdaSkip
 from shoestring.model import Decoder, ModelSpec, Tokenizer, save_model
 from shoestring.model.parallel import init_weights
 from shoestring.model.skip import SkipSet, StandIn, Sublayer
-from shoestring.serve.engine.skip_policy import NUM_WATCHED, AdaSkip
 
 TEXT = "the quick brown fox jumps over the lazy dog. pack my box with five dozen liquor jugs.\n" * 40
 OPTIONS = (

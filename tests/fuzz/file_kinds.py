@@ -31,6 +31,7 @@ from shoestring.host.checksums import checksum
 from shoestring.json_files import read_object
 from shoestring.kernels.lowbit.few_rows import FewRowsPlan
 from shoestring.mesh import Mesh
+from shoestring.methods.skipping.policies import open_policy
 from shoestring.model import Tokenizer, load_model, save_model
 from shoestring.model.chat import fault, render
 from shoestring.model.compressed_tensors import save_compressed_tensors
@@ -44,7 +45,6 @@ from shoestring.model.verify import verify
 from shoestring.recipes import find
 from shoestring.recipes.train import dense
 from shoestring.runlog import RunLog
-from shoestring.serve.engine.skip_policy import open_policy
 from shoestring.serve.speculative.draft_model import read_drafter_file
 from shoestring.shrink.self_text import read_prompts
 from shoestring.state.boxes import Box, local_box

@@ -100,7 +100,7 @@ def _is_files(skip: str) -> bool:
 def find_skips(loaded: LoadedModel, skip: str, context: int) -> tuple[SkipPolicy | None, SkipSet | None]:
     """What --skip names: a policy for requests, or a set for drafts."""
     from shoestring.evals.model_row import corpus_of_run
-    from shoestring.methods.skipping.sets import open_skip
+    from shoestring.serve.engine.skip_policy import open_skip
 
     def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)

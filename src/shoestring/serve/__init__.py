@@ -2,7 +2,7 @@ from shoestring.serve.engine.engine import Completion, Engine, Output, Request
 from shoestring.serve.engine.request import Draft
 from shoestring.serve.engine.sampling import Sampling, sample
 from shoestring.serve.engine.scheduler import QueueFull
-from shoestring.serve.engine.skip_policy import AdaSkip, ByContext, Fixed, SkipPolicy, open_policy
+from shoestring.serve.engine.skip_policy import Fixed, SkipPolicy
 from shoestring.serve.speculative.draft_model import DraftModel
 from shoestring.serve.speculative.drafter import Drafter
 from shoestring.serve.speculative.drafter_stack import DrafterStack, open_drafter
@@ -10,8 +10,6 @@ from shoestring.serve.speculative.layer_skip_drafter import LayerSkipDrafter
 from shoestring.serve.speculative.ngram_drafter import NgramDrafter
 
 __all__ = [
-    "AdaSkip",
-    "ByContext",
     "Completion",
     "Draft",
     "DraftModel",
@@ -27,6 +25,5 @@ __all__ = [
     "Sampling",
     "SkipPolicy",
     "open_drafter",
-    "open_policy",
     "sample",
 ]

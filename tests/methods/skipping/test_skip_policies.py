@@ -18,12 +18,13 @@ from naive_decoding import LookupDrafter, drawn_st, greedy_st, naive
 from torch import Tensor
 
 from shoestring.errors import UserError
+from shoestring.methods.skipping.policies import AdaSkip, ByContext, open_policy
 from shoestring.model import Decoder
 from shoestring.model.attention import attend_with, mask_at
 from shoestring.model.skip import SkipSet, StandIn, Sublayer
 from shoestring.serve import Engine, NgramDrafter, Sampling
 from shoestring.serve.engine.sampling import sample
-from shoestring.serve.engine.skip_policy import MAX_SETS, AdaSkip, ByContext, Fixed, SkipPolicy, open_policy
+from shoestring.serve.engine.skip_policy import MAX_SETS, Fixed, SkipPolicy
 from shoestring.serve.speculative.layer_skip_drafter import LayerSkipDrafter
 from tiny import tiny_decoder
 

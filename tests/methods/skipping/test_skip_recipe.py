@@ -9,10 +9,11 @@ import pytest
 
 from shoestring.cli.app import run_cli
 from shoestring.methods.skipping import sets
+from shoestring.methods.skipping.policies import AdaSkip, open_policy
 from shoestring.model import Decoder, ModelSpec, Tokenizer, load_model, save_model
 from shoestring.model.parallel import init_weights
 from shoestring.model.skip import SkipSet
-from shoestring.serve import AdaSkip, Engine, Sampling, open_policy
+from shoestring.serve import Engine, Sampling
 
 TEXT = "the quick brown fox jumps over the lazy dog. pack my box with five dozen liquor jugs.\n" * 60
 

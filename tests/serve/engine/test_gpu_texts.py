@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shoestring.formats import FormatLinear, convert, pack, parse_format, unpack, use_kernels
 from shoestring.kernels.lowbit.lowbit_linear import chunks_usable
+from shoestring.methods.skipping.policies import AdaSkip
 from shoestring.model import Decoder
 from shoestring.model.skip import SkipSet, StandIn, Sublayer
 from shoestring.serve import Engine, Sampling
@@ -22,7 +23,7 @@ from shoestring.serve.engine.block_pool import BlockPool, RowSpan
 from shoestring.serve.engine.graphs import CapturedStep
 from shoestring.serve.engine.prefill_graph import PrefillGraph
 from shoestring.serve.engine.runner import Batch, Runner
-from shoestring.serve.engine.skip_policy import AdaSkip, Fixed, SkipPolicy
+from shoestring.serve.engine.skip_policy import Fixed, SkipPolicy
 from tiny import tiny_decoder
 
 GPU = pytest.param(

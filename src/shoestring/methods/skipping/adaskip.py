@@ -4,7 +4,7 @@ AdaSkip (He et al. 2025), offline part. x is the residual stream before a sublay
 tokens and windows of a calibration text:
 
     Sim_j = mean cos(x, y)        Scale_j = mean |y| / |x|        skip the sublayers with the largest Sim
-    y_hat = Scale_j x             beta = the smallest Sim in the set (for serve/engine/skip_policy.py, which adds FFNs)
+    y_hat = Scale_j x             beta = the smallest Sim in the set (for policies.py, which adds FFNs)
 
 An acceleration of alpha skips 2 (M - M / alpha) of the 2M sublayers, attention and FFN in one ranking.
 """
@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shoestring.errors import UserError
+from shoestring.methods.skipping.policies import AdaSkip
 from shoestring.model.skip import Kind, SkipSet, StandIn, Sublayer, all_sublayers
 from shoestring.model.transformer import Decoder
-from shoestring.serve.engine.skip_policy import AdaSkip
 
 
 @dataclass(frozen=True)

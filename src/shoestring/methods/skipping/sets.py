@@ -6,8 +6,8 @@
 `measured` skips until the measured seconds reach the speed-up. `lossless` runs the same search and takes the set with
 the largest expected gain as a drafter.
 
-`open_skip` parses the argument of --skip. Sets that it searches are kept in the cache folder, by model file, method,
-context and device.
+`open_adaskip`, `open_measured` and `open_lossless` are names of --skip. The sets that they search are kept in the cache
+folder, by model file, method, context and device.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from shoestring.errors import UserError, suggest
+from shoestring.errors import UserError
 from shoestring.methods.skipping.adaskip import adaskip, early_exit, measure_idleness, num_for_alpha, unified
+from shoestring.methods.skipping.policies import AdaSkip, open_policy
 from shoestring.methods.skipping.search import SearchProgress, SearchStep, Trials, best_drafter, measure_costs, search
 from shoestring.model.folder import LoadedModel
 from shoestring.model.skip import SkipSet
@@ -33,14 +34,13 @@ from shoestring.model.tokenizer import Tokenizer
 from shoestring.model.transformer import Decoder
 from shoestring.paths import cache_folder
 from shoestring.runlog import write_atomically
-from shoestring.serve.engine.skip_policy import AdaSkip, Fixed, SkipPolicy, open_policy
+from shoestring.serve.engine.skip_policy import Fixed, SkipPolicy, Skips
 from shoestring.shrink.calibrate import windows
 from shoestring.train.shards import tokenize_corpus
 
 Method = Literal["adaskip", "measured", "lossless", "early_exit", "unified"]
 MAX_BYTES = 4_000_000  # of a calibration corpus: windows are spread over these
 SEARCHED: tuple[Method, ...] = ("measured", "lossless")  # by trials
-NAMES = ("none", "adaskip", "measured", "lossless")
 QUICK_SPEEDUP = 1.2  # of `--skip adaskip` and `measured`
 DRAFT_SPEEDUP = 2.0  # where the search for a drafter ends
 
@@ -131,57 +131,48 @@ def left_out(model: Decoder, skip: SkipSet | None) -> Iterator[Decoder]:
         del model.forward  # restores the method of the class
 
 
-# -- the argument of --skip ----------------------------------------------------------------------------------
+# -- names of `shoestring.skip_policies` ----------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Skips:
-    """For `Engine(skip=, draft_skip=)`."""
-
-    policy: SkipPolicy | None = None
-    draft: SkipSet | None = None
-
-    def __str__(self) -> str:
-        used = self.draft if self.policy is None else self.policy.sets[0]
-        if used is None:
-            return "nothing is skipped"
-        what = "drafts skip" if self.policy is None else "skipped:"
-        return f"{what} {len(used.attn)} attention and {len(used.mlp)} FFN sublayers ({used.name or 'a set'})"
+def open_adaskip(file: str | None, loaded: LoadedModel, **given: Any) -> Skips:
+    return _searched("adaskip", file, loaded, **given)
 
 
-def open_skip(
-    text: str, loaded: LoadedModel, *, context: int, corpus: str | None = None, say: Callable[[str], None] = print
-) -> Skips:
-    """'none', 'adaskip', 'measured', 'lossless', a file of shrink/skip_set, or lossless:FILE.
+def open_measured(file: str | None, loaded: LoadedModel, **given: Any) -> Skips:
+    return _searched("measured", file, loaded, **given)
 
-    Costs are measured at `context`; `corpus` is the calibration text (default: the Python standard library)."""
-    name, _, file = text.partition(":")
-    if text == "none":
-        return Skips()
-    if name == "lossless" and file:
+
+def open_lossless(file: str | None, loaded: LoadedModel, **given: Any) -> Skips:
+    """A set for drafts: searched, or out of a file."""
+    if file:
         return Skips(draft=SkipSet.read(Path(file)).check(loaded.spec))
-    if text not in NAMES:
-        if not all(Path(part).is_file() for part in text.split("+")):
-            hint = suggest(text, list(NAMES))
-            raise UserError(f"--skip {text}: give {', '.join(NAMES)}, lossless:FILE or a file.{hint}")
-        return Skips(open_policy(text, loaded.spec))
+    path = _kept("lossless", loaded, DRAFT_SPEEDUP, **given)
+    return Skips(draft=SkipSet.read(path).check(loaded.spec))
+
+
+def _searched(method: Method, file: str | None, loaded: LoadedModel, **given: Any) -> Skips:
+    if file is not None:
+        raise UserError(f"--skip {method}:{file}: {method} takes no file; give --skip {method} or --skip {file}")
+    return Skips(open_policy(str(_kept(method, loaded, QUICK_SPEEDUP, **given)), loaded.spec))
+
+
+def _kept(
+    method: Method, loaded: LoadedModel, speedup: float, *, context: int, corpus: str | None, say: Callable[[str], None]
+) -> Path:
+    """The file of the set for this model, context and calibration text, in the cache folder; searched where it is
+    missing."""
     if loaded.tokenizer is None:
-        raise UserError(f"--skip {text} calibrates on a text, which needs a tokenizer; give a file instead")
-    lossless = text == "lossless"
+        raise UserError(f"--skip {method} calibrates on a text, which needs a tokenizer; give a file instead")
     context = min(loaded.spec.max_positions, max(64, 1 << (context - 1).bit_length()))
-    speedup = DRAFT_SPEEDUP if lossless else QUICK_SPEEDUP
-    method: Method = text  # type: ignore[assignment]
     goal = SkipGoal(method, context, speedup, rows=128, lookahead=3)
     path = cache_folder() / f"skip-{_key(loaded, goal, corpus)}.json"
     if not path.is_file():
-        say(f"looking for a set to skip ({text}, context {context}): minutes on a CPU; it will be kept in {path}")
+        say(f"looking for a set to skip ({method}, context {context}): minutes on a CPU; it will be kept in {path}")
         window = min(256, loaded.spec.max_positions)
         found = find_set(loaded.model, calibration(corpus or "python", loaded.tokenizer, 2, window), goal)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps(found.to_json()))
-    if lossless:
-        return Skips(draft=SkipSet.read(path).check(loaded.spec))
-    return Skips(open_policy(str(path), loaded.spec))
+    return path
 
 
 def _key(loaded: LoadedModel, goal: SkipGoal, corpus: str | None) -> str:

@@ -11,38 +11,34 @@ The border is a position, not a time, so that the text is the same in every batc
 preemption: rows are recomputed with the set they were computed with. Blocks after the border are not shared, since
 their content depends on what was measured before it.
 
-`Fixed` is one set for all. `ByContext` takes the set measured nearest to the request's length. `AdaSkip` is the
-published method (He et al. 2025): FFNs that are at least as idle over the first tokens as the least idle
-sublayer of the offline set are skipped, too. Its threshold is computed once, with the offline set; the authors'
-code resets it to 1 at every prompt, so that nothing is ever added there.
+`Fixed` is one set for all. Other policies come by name, through entry points in `shoestring.skip_policies`; ours are in
+methods/skipping, which also finds sets.
 
 Sets are shared by all requests and there are at most MAX_SETS, since each is a step of its own and, on a GPU, a
 CUDA graph of its own. A request whose larger set would be one too many takes the largest known set within it.
 
-How sets are found: methods/skipping/sets.py. A set as a drafter, which changes no text:
-serve/speculative/layer_skip_drafter.py.
+A set as a drafter, which changes no text: serve/speculative/layer_skip_drafter.py.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shoestring.errors import UserError
-from shoestring.json_files import read_object
-from shoestring.model.skip import Kind, SkipSet, StandIn, Sublayer, Watch
+from shoestring import plugins
+from shoestring.errors import UserError, suggest
+from shoestring.model.folder import LoadedModel
+from shoestring.model.skip import Kind, SkipSet, Watch
 from shoestring.model.spec import ModelSpec
 from shoestring.serve.engine.request import Request
 
 MAX_SETS = 4
-NUM_WATCHED = 20  # AdaSkip's own number of decode tokens
 
 
 class SkipPolicy(Protocol):
@@ -78,80 +74,54 @@ class Fixed:
         return chosen
 
 
-@dataclass(frozen=True)
-class ByContext:
-    """Sets measured at several context lengths; the nearest, as a ratio, is taken."""
-
-    by_context: tuple[tuple[int, SkipSet], ...]
-    num_watched: int = 0
-
-    @property
-    def sets(self) -> Sequence[SkipSet]:
-        return [skip for _, skip in self.by_context]
-
-    def choose(self, num_tokens: int) -> SkipSet | None:
-        return min(self.by_context, key=lambda item: abs(math.log(item[0] / num_tokens)))[1]
-
-    def observe(self, chosen: SkipSet | None, similarity: Sequence[float]) -> SkipSet | None:
-        return chosen
+# -- the argument of --skip ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class AdaSkip:
-    fixed: SkipSet  # the offline set
-    beta: float  # the smallest similarity in it
-    ratios: tuple[float, ...]  # per layer the mean of |y| / |x| over its FFN, on the calibration text
-    num_watched: int = NUM_WATCHED
+class Skips:
+    """For `Engine(skip=, draft_skip=)`."""
 
-    @property
-    def sets(self) -> Sequence[SkipSet]:
-        return [self.fixed]
+    policy: SkipPolicy | None = None
+    draft: SkipSet | None = None
 
-    def choose(self, num_tokens: int) -> SkipSet | None:
-        return self.fixed
-
-    def observe(self, chosen: SkipSet | None, similarity: Sequence[float]) -> SkipSet | None:
-        extra = {
-            Sublayer(layer, "mlp"): StandIn(torch.tensor([self.ratios[layer]]))
-            for layer, seen in enumerate(similarity)
-            if layer not in self.fixed.mlp and seen >= self.beta
-        }
-        return self.fixed.plus(extra, name=f"{self.fixed.name} +{len(extra)}") if extra else chosen
-
-    def to_json(self) -> dict[str, Any]:
-        online = {"beta": self.beta, "ratios": list(self.ratios), "num_watched": self.num_watched}
-        return {**self.fixed.to_json(), "online": online}
+    def __str__(self) -> str:
+        used = self.draft if self.policy is None else self.policy.sets[0]
+        if used is None:
+            return "nothing is skipped"
+        what = "drafts skip" if self.policy is None else "skipped:"
+        return f"{what} {len(used.attn)} attention and {len(used.mlp)} FFN sublayers ({used.name or 'a set'})"
 
 
-def open_policy(text: str, spec: ModelSpec) -> SkipPolicy:
-    """The policy in a file of `shoestring run shrink/skip_set`, or in several joined by '+': one per context."""
-    found = []
-    for path in map(Path, text.split("+")):
-        data = read_object(path, remedy="it cannot be a skip set")
-        skip = SkipSet.from_json(data, str(path)).check(spec)
-        found.append((path, skip, data))
-    if len(found) == 1:
-        path, skip, data = found[0]
-        return _adaskip(path, skip, data["online"], spec) if "online" in data else Fixed(skip)
-    by_context = []
-    for path, skip, data in found:
-        notes = data.get("notes")
-        context = notes.get("context") if isinstance(notes, dict) else None
-        if type(context) is not int or context < 1 or "online" in data:
-            raise UserError(f"{path} cannot be one of several sets: it does not say its context length")
-        by_context.append((context, skip))
-    return ByContext(tuple(by_context))
+class OpenSkip(Protocol):
+    """What a name in `shoestring.skip_policies` stands for. `file`: the text after the colon of NAME:FILE, or None."""
+
+    def __call__(
+        self, file: str | None, loaded: LoadedModel, *, context: int, corpus: str | None, say: Callable[[str], None]
+    ) -> Skips: ...
 
 
-def _adaskip(path: Path, fixed: SkipSet, online: Any, spec: ModelSpec) -> AdaSkip:
-    try:
-        ratios = tuple(float(r) for r in online["ratios"])
-        made = AdaSkip(fixed, float(online["beta"]), ratios, int(online["num_watched"]))
-        if len(ratios) != spec.num_layers or made.num_watched < 0:
-            raise ValueError(f"{len(ratios)} ratios for {spec.num_layers} layers")
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{path} is damaged ({error!r}); write it again with shrink/skip_set") from None
-    return made
+FILES = "file"  # the name that opens files given without one
+
+
+def open_skip(
+    text: str, loaded: LoadedModel, *, context: int, corpus: str | None = None, say: Callable[[str], None] = print
+) -> Skips:
+    """'none', NAME or NAME:FILE of an installed policy, or files joined by '+'.
+
+    What is searched is measured at `context` with `corpus` as the calibration text (default: the Python standard
+    library)."""
+    if text == "none":
+        return Skips()
+    name, colon, file = text.partition(":")
+    known = [*plugins.names("skip_policies")]
+    if name not in known or not (colon or name != FILES):
+        if not all(Path(part).is_file() for part in text.split("+")):
+            names = ["none", *(n for n in known if n != FILES)]
+            hint = suggest(text, names)
+            raise UserError(f"--skip {text}: give {', '.join(names)}, lossless:FILE or a file.{hint}")
+        name, colon, file = FILES, ":", text
+    opened: OpenSkip = plugins.load("skip_policies", name)
+    return opened(file if colon else None, loaded, context=context, corpus=corpus, say=say)
 
 
 # -- in the engine ------------------------------------------------------------------------------------------
