@@ -10,8 +10,11 @@ import pytest
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("llguidance")
+httpx = pytest.importorskip("httpx")
 from serving import running  # noqa: E402
 
+from shoestring.serve.http.generic_tools import plain_chat  # noqa: E402
+from shoestring.serve.http.request_schema import ChatBody  # noqa: E402
 from tiny import chat_tokenizer  # noqa: E402
 
 # The part of Qwen2.5's template that has to do with tools.
@@ -50,6 +53,12 @@ ASK: dict[str, Any] = {
     "seed": 3,
     "max_tokens": 600,
 }
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Any]:
+    with running(max_context=2048) as started:
+        yield started
 
 
 @pytest.fixture(scope="module")
@@ -149,11 +158,80 @@ def test_what_is_refused(chats: Any, given: dict[str, Any], said: str) -> None:
         chats.create(**{**ASK, **given})
 
 
-def test_models_without_tools_say_so() -> None:
-    with running() as service, openai.OpenAI(base_url=f"{service.url}/v1", api_key="x", max_retries=0) as client:
-        with pytest.raises(openai.BadRequestError, match="has no place for tools"):
-            client.chat.completions.create(tools=TOOLS, **ASK)
-        assert client.chat.completions.create(tools=TOOLS, tool_choice="none", **{**ASK, "max_tokens": 1}).choices
+CALL = {"id": "a", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+HISTORY: list[dict[str, Any]] = [
+    {"role": "system", "content": "Be kind."},
+    {"role": "user", "content": "add"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "a", "content": "3"},
+    {"role": "tool", "tool_call_id": "b", "content": "4"},
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_model_without_tools_is_asked_by_a_prompt_and_held_by_a_grammar(server: Any, stream: bool) -> None:
+    with httpx.Client(base_url=server.url, timeout=120) as client:
+        names, kinds = {tool["function"]["name"] for tool in TOOLS}, set()
+        for seed in range(6):
+            asked = {"messages": HISTORY if seed % 2 else ASK["messages"], "tools": TOOLS, "seed": seed}
+            asked |= {"max_tokens": 400, "temperature": 2.0, "tool_choice": "required" if seed > 3 else "auto"}
+            answer = client.post("/v1/chat/completions", json={**asked, "stream": stream, "user": "me"})
+            assert answer.status_code == 200, answer.text
+            assert answer.headers["x-shoestring-tools"].startswith("generic prompt")
+            assert answer.headers["x-shoestring-without-effect"] == "user"
+            if stream:
+                continue
+            choice = answer.json()["choices"][0]
+            kinds.add(choice["finish_reason"])
+            if calls := choice["message"].get("tool_calls"):
+                assert (
+                    calls[0]["function"]["name"] in names and json.loads(calls[0]["function"]["arguments"]) is not None
+                )
+            else:
+                assert seed <= 3 and not choice["message"]["content"].startswith("{")
+        assert stream or "tool_calls" in kinds
+        plain = client.post(
+            "/v1/chat/completions", json={**ASK, "tools": TOOLS, "tool_choice": "none", "model": "tiny"}
+        )
+        assert plain.status_code == 200 and not [name for name in plain.headers if name.startswith("x-shoestring")]
+
+
+def test_a_chat_with_tools_for_a_template_that_knows_none() -> None:
+    tools = ChatBody.parse({"messages": HISTORY, "tools": TOOLS}).tool_request
+    assert tools is not None
+    chat = plain_chat(ChatBody.parse({"messages": HISTORY}).chat, tools.tools)
+    assert [m["role"] for m in chat] == ["system", "user", "assistant", "user"]
+    assert chat[0]["content"].startswith("Be kind.") and all(t["function"]["name"] in chat[0]["content"] for t in TOOLS)
+    assert json.loads(chat[2]["content"]) == {"name": "add", "parameters": {"a": 1}}
+    assert chat[3]["content"] == "Result: 3\nResult: 4"
+    (alone,) = plain_chat([{"role": "user", "content": "hi"}], tools.tools)
+    assert alone["role"] == "user" and alone["content"].startswith("hi\n\nYou can call")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "names"),
+    [
+        ("/v1/completions", {"prompt": "a", "user": "x"}, "user"),
+        (
+            "/v1/chat/completions",
+            {"reasoning_effort": "high", "verbosity": "low", "user": None},
+            "reasoning_effort, verbosity",
+        ),
+        ("/v1/responses", {"input": "a", "reasoning": {"effort": "low"}, "store": False}, "reasoning, store"),
+        ("/v1/embeddings", {"input": "a", "user": "x"}, "user"),
+        ("/v1/completions", {"prompt": "a"}, None),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_settings_without_effect_are_named(
+    server: Any, path: str, body: dict[str, Any], names: str | None, stream: bool
+) -> None:
+    if "chat" in path:
+        body = {**body, "messages": [{"role": "user", "content": "a"}]}
+    if path != "/v1/embeddings":
+        body = {**body, "stream": stream, "max_output_tokens" if "responses" in path else "max_tokens": 2}
+    answer = httpx.post(server.url + path, json=body, timeout=120)
+    assert answer.status_code == 200 and answer.headers.get("x-shoestring-without-effect") == names
 
 
 @pytest.mark.parametrize("form", ["auto", "mistral"])

@@ -65,6 +65,7 @@ from shoestring.serve.http.request_schema import (
     TokenizeBody,
     read_json,
     validated,
+    without_effect,
 )
 from shoestring.serve.http.request_workers import LIGHT_BYTES, MAX_JOBS, RETRY_S, Lane, RequestWorkers, as_exception
 from shoestring.serve.http.responses import CompletionResponse, embedding_response, written
@@ -160,7 +161,11 @@ class Api:
         if not self.settings.allow_origins:
             return app
         return CORSMiddleware(
-            app, allow_origins=list(self.settings.allow_origins), allow_methods=["GET", "POST"], allow_headers=["*"]
+            app,
+            allow_origins=list(self.settings.allow_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["*"],
         )
 
     @property
@@ -273,7 +278,8 @@ class Api:
             lambda: written(embedding_response(self.settings.model_name, vectors, *shape)).encode(),
             "render",
         )
-        return Response(answer, media_type="application/json")
+        headers = without_effect(["user"] * (body.user is not None))
+        return Response(answer, media_type="application/json", headers=headers)
 
     async def _respond(self, request: Request, parsed: ParsedRequest, body: ResponsesBody | None = None) -> ASGIApp:
         """`body`: the answer is a response object, not a completion."""
@@ -290,6 +296,7 @@ class Api:
             parsed.tools,
         )
         response = collected if body is None else ResponseObject(collected, body)
+        headers = parsed.headers
         collector, note = OutputCollector(), note_of(request)
         deadline = time.monotonic() + self.settings.deadline_s
         score = parsed.num_logprobs if parsed.echo is not None else None
@@ -305,7 +312,8 @@ class Api:
         self.engine.submit(choices, collector)
         watch = _Watch(self.engine, note.exchange, collector, choices, reminds=parsed.stream)
         if parsed.stream:
-            return partial(self._stream, request, response, collector, watch)
+            told = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+            return partial(self._stream, request, response, collector, watch, [*EVENT_HEADERS, *told])
         with watch:
             while not response.done:
                 unread = await collector.take()
@@ -316,9 +324,9 @@ class Api:
                         raise delta.error
                     response.add(index, delta)
         if response.size <= RENDERED_INLINE:
-            return JSONResponse(response.whole())
+            return JSONResponse(response.whole(), headers=headers)
         text = await self._work(request, response.size, lambda: written(response.whole()).encode(), "render")
-        return Response(text, media_type="application/json")
+        return Response(text, media_type="application/json", headers=headers)
 
     async def _stream(
         self,
@@ -326,6 +334,7 @@ class Api:
         response: CompletionResponse | ResponseObject,
         collector: OutputCollector,
         watch: _Watch,
+        headers: list[tuple[bytes, bytes]],
         _scope: Scope,
         _receive: Receive,
         send: Send,
@@ -339,7 +348,7 @@ class Api:
             return {"type": "http.response.body", "body": "".join(chunks).encode(), "more_body": more}
 
         with watch:
-            await send({"type": "http.response.start", "status": 200, "headers": EVENT_HEADERS})
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
             try:
                 if first := response.first_chunks():
                     await write(part(first))

@@ -1,4 +1,4 @@
-"""JSON by construction: `response_format` and required tool calls as a mask over the next token.
+"""JSON by construction: `response_format` and enforced tool calls as a mask over the next token.
 
 The grammar and its matcher are those of the `llguidance` library, which is optional
 (pip install 'shoestring[grammar]'). A `JsonGrammar` follows one text. It gives the tokens that may follow
@@ -126,7 +126,7 @@ class Grammars(GrammarCache):
             import llguidance
         except ModuleNotFoundError:
             return refused(
-                "JSON formats and required tool calls need the package llguidance on the server (pip install "
+                "JSON formats and enforced tool calls need the package llguidance on the server (pip install "
                 '\'shoestring[grammar]\'); without it ask for JSON in the prompt and use {"type": "text"}, or leave '
                 "tool_choice at auto"
             )
@@ -312,12 +312,12 @@ def wanted_schema(response_format: dict[str, Any] | None) -> GrammarSource | Non
 
 
 def tool_grammar(asked: ToolRequest, form: ToolFormat, tokenizer: Tokenizer) -> GrammarSource:
-    """Calls of the required functions and nothing else. The limits of a schema hold for all of them together."""
-    parameters = {tool.name: tool.parameters for tool in asked.required}
+    """Calls of the required functions and nothing else; where none is, calls of all or a text. The limits of a schema
+    hold for all of them together."""
+    parameters = {tool.name: tool.parameters for tool in asked.required or asked.tools}
     check_schema(parameters, "tools")
-    return GrammarSource(
-        call_grammar(form, parameters, tokenizer, parallel=asked.parallel, spaces=WHITESPACE), lark=True
-    )
+    how = {"parallel": asked.parallel, "spaces": WHITESPACE, "or_text": not asked.required}
+    return GrammarSource(call_grammar(form, parameters, tokenizer, **how), lark=True)  # type: ignore[arg-type]
 
 
 def check_schema(schema: dict[str, Any], param: str = "response_format") -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from shoestring.errors import UserError
@@ -18,6 +18,7 @@ from shoestring.model.tokenizer import Spelling, Tokenizer
 from shoestring.serve.engine.embedding import Pooling
 from shoestring.serve.engine.engine import check_prompt
 from shoestring.serve.engine.logit_rules import Grammar, LogitRules, SamplingWithRules, TokenHistory
+from shoestring.serve.http.generic_tools import GENERIC, HEADER, plain_chat
 from shoestring.serve.http.grammar import GrammarCache, GrammarSource, tool_grammar, wanted_schema
 from shoestring.serve.http.request_schema import (
     ApiError,
@@ -72,6 +73,7 @@ class ParsedRequest:
     include_usage: bool = False
     mark_drafts: bool = False
     tools: ToolUse | None = None
+    headers: dict[str, str] = field(default_factory=dict)  # of the answer
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,7 @@ class ToolUse:
 
     asked: ToolRequest
     form: ToolFormat
+    generic: bool = False  # the template has no place for them (generic_tools.py)
 
     def parser(self) -> ToolCallParser:
         names = [tool.name for tool in self.asked.tools]
@@ -112,6 +115,7 @@ def parse_completion(body: CompletionBody, tokenizer: Tokenizer, limits: Limits)
         bool(body.stream),
         _wants_usage(body),
         bool(body.mark_drafts),
+        headers=body.headers,
     )
 
 
@@ -122,12 +126,7 @@ def tools_of(body: ChatBody, tokenizer: Tokenizer, form: ToolFormat | None) -> T
         return None
     template = tokenizer.tool_template
     if template is not None and not takes_tools(template):
-        raise ApiError(
-            400,
-            "this model's chat template has no place for tools; leave them out, or start the server with a template "
-            "that has one (--chat-template)",
-            param="tools",
-        )
+        return ToolUse(asked, GENERIC, generic=True)
     if form is None:
         raise ApiError(
             400,
@@ -145,7 +144,9 @@ def grammar_of(body: ChatBody, tools: ToolUse | None, tokenizer: Tokenizer) -> G
         raise ApiError(
             400, "a JSON response_format does not go with tools; leave out one, or give tool_choice none", param="tools"
         )
-    return tool_grammar(tools.asked, tools.form, tokenizer) if tools is not None and tools.asked.required else source
+    if tools is None or not (tools.asked.required or tools.generic):
+        return source
+    return tool_grammar(tools.asked, tools.form, tokenizer)
 
 
 def parse_chat(
@@ -160,8 +161,11 @@ def parse_chat(
     _check_texts(1, body.n or 1, limits)
     grammar = grammars.of(source)
     if grammar is not None and (body.min_tokens or body.ignore_eos):
-        raise ApiError(400, "min_tokens and ignore_eos do not go with a JSON response_format or required tool calls")
-    text = chat_text(body.chat, tokenizer, None if tools is None else [tool.given for tool in tools.asked.tools])
+        raise ApiError(400, "min_tokens and ignore_eos do not go with a JSON response_format or enforced tool calls")
+    if tools is None or not tools.generic:
+        text = chat_text(body.chat, tokenizer, None if tools is None else [tool.given for tool in tools.asked.tools])
+    else:
+        text = chat_text(plain_chat(body.chat, tools.asked.tools), tokenizer)
     _check_size(text, 1, limits)
     prompt = encode_within(text, tokenizer, 1, limits, special=False)
     try:
@@ -181,6 +185,7 @@ def parse_chat(
         include_usage=_wants_usage(body),
         mark_drafts=bool(body.mark_drafts),
         tools=tools,
+        headers={**body.headers, **(HEADER if tools is not None and tools.generic else {})},
     )
 
 

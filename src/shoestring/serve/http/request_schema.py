@@ -1,9 +1,9 @@
 """What clients may send, and the one error they get back.
 
-A request body is validated in full before it reaches the engine: types are strict (no "5" for 5, no true for
-1), ranges are named, and a parameter nobody knows is refused with a suggestion rather than ignored, because a
-misspelt parameter that does nothing costs its user a day. OpenAI parameters that cannot matter here (`user`,
-`store`, ...) are accepted; those that would matter but are not built (`audio`, ...) are refused unless they
+A request body is validated in full before it reaches the engine: types are strict (no "5" for 5, no true for 1), ranges
+are named, and a parameter nobody knows is refused with a suggestion rather than ignored, because a misspelt parameter
+that does nothing costs its user a day. OpenAI parameters that cannot matter here (`user`, `store`, ...) are accepted,
+and a header of the answer names them; those that would matter but are not built (`audio`, ...) are refused unless they
 ask for nothing.
 
 `ApiError` is every error a client sees, as OpenAI's object {"error": {message, type, param, code}}.
@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import re
 import reprlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, ValidationInfo, field_validator
 from pydantic_core import from_json
 
 from shoestring.errors import UserError, suggest
@@ -67,6 +68,12 @@ Penalty = Annotated[float, Field(json_schema_extra={"minimum": -2, "maximum": 2}
 RepetitionPenalty = Annotated[float, Field(json_schema_extra={"exclusiveMinimum": 0, "maximum": 100})]
 
 
+def without_effect(names: Iterable[str]) -> dict[str, str]:
+    """The header that names settings which are accepted and change nothing."""
+    told = ", ".join(sorted(names))
+    return {"X-Shoestring-Without-Effect": told} if told else {}
+
+
 class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
     include_usage: bool | None = None
@@ -97,6 +104,8 @@ class Body(BaseModel):
     ignore_eos: bool | None = None
     mark_drafts: bool | None = None  # say in a stream which tokens a drafter had guessed
 
+    _ignored: tuple[str, ...] = PrivateAttr(())  # that the client gave
+
     # OpenAI parameters that change nothing here, and values of unsupported ones that ask for nothing.
     IGNORED: ClassVar[frozenset[str]] = frozenset({"user"})
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {}
@@ -123,7 +132,7 @@ class Body(BaseModel):
         known = cls._known()
         _check_entries(raw, "logit_bias", MAX_BIASES)
         _check_entries(raw, "stream_options", MAX_STREAM_OPTIONS)
-        kept = {}
+        kept, ignored = {}, list[str]()
         for name, value in raw.items():
             if name in cls.NEUTRAL:
                 if value is not None and value not in cls.NEUTRAL[name]:
@@ -133,10 +142,19 @@ class Body(BaseModel):
                 kept[name] = value
             elif name not in cls.IGNORED:
                 raise _unknown(name, known)
+            elif value is not None:
+                ignored.append(name)
         try:
-            return cls.model_validate(kept)
+            made = cls.model_validate(kept)
         except ValidationError as error:
             raise _explained(error) from None
+        made._ignored = tuple(ignored)
+        return made
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What the answer says about its request."""
+        return without_effect(self._ignored)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

@@ -85,6 +85,7 @@ class ResponsesBody(Body):
         raw["tools"] = None if self.tools is None else _chat_tools(self.tools)
         raw["tool_choice"] = _chat_tool_choice(self.tool_choice)
         chat: ChatBody = ChatBody.parse({name: value for name, value in raw.items() if value is not None})
+        chat._ignored = self._ignored
         return chat
 
 

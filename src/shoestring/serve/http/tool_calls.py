@@ -375,10 +375,17 @@ def _string(text: str) -> str | None:
 
 
 def call_grammar(
-    form: ToolFormat, parameters: Mapping[str, dict[str, Any]], tokenizer: Tokenizer, *, parallel: bool, spaces: str
+    form: ToolFormat,
+    parameters: Mapping[str, dict[str, Any]],
+    tokenizer: Tokenizer,
+    *,
+    parallel: bool,
+    spaces: str,
+    or_text: bool = False,
 ) -> str:
     """A Lark grammar of llguidance for one or more calls of these functions, given by name with their JSON schemas.
-    `spaces` is a regular expression of what may stand between values."""
+    `spaces` is a regular expression of what may stand between values. `or_text`: or a text that begins with no brace,
+    for the format without marks."""
 
     def mark(text: str) -> str:
         """A token where the tokenizer has one: a special token is no text to the library."""
@@ -407,6 +414,9 @@ def call_grammar(
         start = f'{mark(form.begin)} " "? "[" call' + (f' (", " call){more}' if parallel else "") + ' "]"'
     else:
         start = "call"
+    if or_text:
+        start += " | TEXT"
+        rules.append(r"TEXT: /([^{ \t\r\n](.|\n)*)?/")
     return "\n".join([f"start: {start}", *rules]) + "\n"
 
 
