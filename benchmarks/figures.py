@@ -22,7 +22,6 @@ from benchmarks import checkpoint, communication, cpu_decode, drafter_tables, re
 from benchmarks.path_figure import path
 from benchmarks.results import newest, recorded
 from benchmarks.svg_plot import GREY, INK, Axis, Bar, Lane, Level, Marks, Panel, bar_plot, span_plot, xy_plot
-from shoestring.state.levels import simulate
 from shoestring.state.reshard.plan import make_plan
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "figures"
@@ -662,8 +661,8 @@ def reshard_plans() -> str:
 
 def checkpoint_levels() -> str:
     """Time lost to saving and to failures, by schedule and number of GPUs; simulated."""
-    found = simulate.compare()
-    sizes = simulate.NUM_GPUS
+    schedules = experiment("checkpoint_schedules")
+    found, sizes = schedules.compare(), schedules.NUM_GPUS
     marks = [
         Marks(name, [(num, 100 * y) for num, y in zip(sizes, ys, strict=True)], color, dashed=color > 0)
         for color, (name, ys) in enumerate(found.items())

@@ -1,4 +1,4 @@
-"""Intervals of the levels: bounds, nesting, the posterior of the failure rate; the simulator against the formula."""
+"""Intervals of the levels: bounds, nesting, the posterior of the failure rate."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from experiments.checkpoint_schedules import planned, regular, wasted
 from shoestring.state.levels.policy import (
     EARLY_SHARE,
     LEVELS,
@@ -18,7 +19,6 @@ from shoestring.state.levels.policy import (
     Mean,
     Rate,
     best_interval,
-    daly_interval,
     duration,
     explain,
     make_plan,
@@ -26,7 +26,6 @@ from shoestring.state.levels.policy import (
     predicted_waste,
     prior_rates,
 )
-from shoestring.state.levels.simulate import compare, draw_failures, planned, regular, wasted
 
 SECONDS = st.floats(1e-4, 1e4)
 COSTS = st.builds(Cost, SECONDS, SECONDS, SECONDS)
@@ -142,30 +141,6 @@ def test_running_means_follow_a_change() -> None:
     for _ in range(20):
         mean = mean.after(5.0)
     assert 4.9 < mean.value < 5.0
-
-
-def test_the_simulator_agrees_with_the_formula() -> None:
-    """A failure an hour, 75/20/5 % by severity; stalls and restores as in the research note: about 6 % are lost."""
-    costs = {"memory": Cost(0.2, 0, 20), "peer": Cost(2.0, 0, 60), "remote": Cost(30.0, 0, 400)}
-    shares = {"memory": 0.75, "peer": 0.20, "remote": 0.05}
-    plan = make_plan(costs, {k: s / 3600 for k, s in shares.items()}, 1.0, budget=1.0)
-    assert [round(i.seconds) for i in plan.intervals] == pytest.approx([44, 268, 2078], rel=0.1)
-    every = {"memory": 1, "peer": plan.intervals[1].multiple}
-    every["remote"] = every["peer"] * plan.intervals[2].multiple
-    draw = random.Random(0)
-    failures = [(draw.expovariate(1 / 3600), draw.choices([*shares], [*shares.values()])[0]) for _ in range(20000)]
-    simulated = wasted(regular(plan.intervals[0].seconds, every, costs), failures)
-    assert simulated == pytest.approx(plan.waste, rel=0.1) and 0.055 < simulated < 0.07
-    young = regular(daly_interval(30.0, 3600.0), {"remote": 1}, {"remote": costs["remote"]})
-    assert wasted(young, failures) > 0.18  # one level, at its own best interval
-
-
-def test_levels_lose_less_than_every_single_schedule_at_every_size() -> None:
-    found = compare((8, 1024, 16384), failures=400)
-    mine = found.pop("per level (ours)")
-    assert all(mine[i] < other[i] for other in found.values() for i in range(3))
-    assert mine[2] < 0.5 * min(other[2] for other in found.values())
-    assert draw_failures(64, 3, seed=1) == draw_failures(64, 3, seed=1)
 
 
 def test_durations_for_people() -> None:

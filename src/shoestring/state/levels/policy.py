@@ -190,14 +190,6 @@ def predicted_waste(levels: Mapping[str, tuple[Cost, float]], rates: Mapping[str
     )
 
 
-def daly_interval(stall_s: float, mttf_s: float) -> float:
-    """Daly's higher-order interval for one level (as SCR computes it)."""
-    if stall_s >= 2 * mttf_s:
-        return mttf_s
-    x = stall_s / (2 * mttf_s)
-    return math.sqrt(2 * stall_s * mttf_s) * (1 + math.sqrt(x) / 3 + x / 9) - stall_s
-
-
 def explain(plan: IntervalPlan) -> list[list[str]]:
     """One row per level: level, interval, steps, stall, durable after, failures an hour, reason."""
     return [

@@ -1,5 +1,7 @@
 """Monte Carlo of a training job that fails: how much time each checkpoint schedule loses.
 
+    python -m experiments.checkpoint_schedules --gpus 8 --gpus 1024          ten seconds for all sizes, any CPU
+
 Failures come at random (exponential gaps); each has a severity, the nearest level whose copies survive it. Between two
 failures the job works, stalls for its saves, and a save counts at a level once it is durable there. After a failure the
 job restores the newest copy that survived and repeats what was lost. The waste is the share of time that is not first-
@@ -10,13 +12,16 @@ Daly's interval; waiting for it at fixed intervals. All have the same failures.
 
 from __future__ import annotations
 
+import argparse
 import itertools
+import math
 import random
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from shoestring.state.levels.policy import GPU_MTTF_HOURS, LEVELS, SHARES, Cost, daly_interval, make_plan
+from shoestring.report import Table
+from shoestring.state.levels.policy import GPU_MTTF_HOURS, LEVELS, SHARES, Cost, make_plan
 
 # A job of eight GPUs per host: seconds, assumed (measured, a save to memory stalled 0.03 to 0.05 s). Restores include
 # the restart.
@@ -43,6 +48,14 @@ class SaveSchedule:
 
     def stall(self, levels: Sequence[str]) -> float:
         return sum(self.costs[level].stall_s for level in levels)
+
+
+def daly_interval(stall_s: float, mttf_s: float) -> float:
+    """Daly's higher-order interval for one level (as SCR computes it)."""
+    if stall_s >= 2 * mttf_s:
+        return mttf_s
+    x = stall_s / (2 * mttf_s)
+    return math.sqrt(2 * stall_s * mttf_s) * (1 + math.sqrt(x) / 3 + x / 9) - stall_s
 
 
 def failure_per_s(num_gpus: int) -> float:
@@ -152,3 +165,20 @@ def compare(num_gpus: Sequence[int] = NUM_GPUS, failures: int = 2000, seed: int 
         for name, schedule in schedules.items():
             found.setdefault(name, []).append(wasted(schedule, drawn))
     return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", type=int, action="append", help="number of GPUs; may be repeated")
+    parser.add_argument("--failures", type=int, default=2000, help="to draw for each number of GPUs")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    sizes = tuple(sorted(set(args.gpus or NUM_GPUS)))
+    found = compare(sizes, args.failures, args.seed)
+    rows = [[num, *(f"{found[name][i]:.1%}" for name in found)] for i, num in enumerate(sizes)]
+    note = f"Share of time that is not first-time work; {args.failures:,} failures at each size, the same for all."
+    Table("Time lost", ["GPUs", *found], rows, note).print()
+
+
+if __name__ == "__main__":
+    main()
