@@ -65,17 +65,31 @@ def _modules_of_setup() -> set[str]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Campaigns run only where `-m` names them. Files that start ranks or are slow come first: the test processes then
-    finish together, where a long file at the end would run while the other processes wait.
+    """Campaigns, and the cases that `few` leaves out, run only where `-m` names them. Files that start ranks or are slow
+    come first: the test processes then finish together, where a long file at the end would run while the others wait.
     """
     long = {item.path for item in items if any(item.get_closest_marker(mark) for mark in ("ranks", "slow"))}
     items.sort(key=lambda item: item.path not in long)
+    for item in _left_out(items):
+        item.add_marker(pytest.mark.lab)
     if "lab" in config.option.markexpr:
         return
     campaigns = [item for item in items if item.get_closest_marker("lab")]
     if campaigns:
         config.hook.pytest_deselected(items=campaigns)
         items[:] = [item for item in items if item not in campaigns]
+
+
+def _left_out(items: list[pytest.Item]) -> Iterator[pytest.Item]:
+    """Of every test marked few(n), the cases but n, which are evenly spread: the first, the last, some between."""
+    cases: dict[tuple[Path, str], list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("few"):
+            cases.setdefault((item.path, item.originalname), []).append(item)  # type: ignore[attr-defined]
+    for of_one_test in cases.values():
+        number = of_one_test[0].get_closest_marker("few").args[0]  # type: ignore[union-attr]
+        kept = {round(i * (len(of_one_test) - 1) / max(1, number - 1)) for i in range(number)}
+        yield from (item for i, item in enumerate(of_one_test) if i not in kept)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -945,6 +945,7 @@ def test_letters_that_the_terminal_does_not_have(model_folder: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("verb", ["--version", "inspect {model}", "generate {model} the --max-tokens 2"])
+@pytest.mark.few(6)
 def test_output_that_cannot_be_written(model_folder: Path, redirected: str, code: int, said: str, verb: str) -> None:
     """By Python, which holds it back until a command ends, as it does outside of tests."""
     reader, writer = os.pipe()

@@ -238,6 +238,7 @@ def test_a_line_that_cannot_be_saved_is_refused_before_the_load(tmp_path: Path, 
 
 
 @pytest.mark.slow
+@pytest.mark.lab
 def test_a_short_soak_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(soak, "NUM_QUESTIONS", 24)
     outcome = soak.run(clients=12, seconds=2.5, max_requests=5)

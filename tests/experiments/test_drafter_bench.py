@@ -167,6 +167,7 @@ class Calls:
 
 
 @pytest.mark.usefixtures("tiny_text")
+@pytest.mark.lab
 def test_a_training_that_was_cut_off_is_measured_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -203,6 +204,7 @@ def test_a_training_that_was_cut_off_is_measured_and_goes_on(
 
 
 @pytest.mark.usefixtures("tiny_text")
+@pytest.mark.lab
 def test_a_reference_that_was_trained_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -236,6 +238,7 @@ def test_a_reference_that_was_trained_is_kept(
 
 
 @pytest.mark.usefixtures("tiny_text")
+@pytest.mark.lab
 def test_a_drafter_that_begins_with_a_small_model_counts_its_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -282,6 +285,7 @@ def test_more_steps_cost_what_the_largest_case_costs() -> None:
 
 
 @pytest.mark.parametrize("trimmed", [False, True])
+@pytest.mark.few(1)
 def test_a_drafter_written_into_a_running_engine_is_measured_as_one_of_its_own(
     trimmed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -383,6 +383,7 @@ def test_a_stable_rate_falls_where_fst_is_dense() -> None:
 
 
 @pytest.mark.parametrize(("case", "graphs"), [("dense", 1), ("FST", 2)])
+@pytest.mark.lab
 def test_a_row_compiles_one_block_and_fst_its_sparse_one_too(
     monkeypatch: pytest.MonkeyPatch, corpus: Path, case: str, graphs: int
 ) -> None:

@@ -39,11 +39,6 @@ def test_gradient_of_the_weight_is_the_identity_and_every_byte_counts(label: str
     laws.test_law_4_bits_per_weight_counts_every_stored_byte(parse_format(label))
 
 
-@pytest.mark.slow
-def test_law_3_compiled_equals_eager() -> None:
-    laws.compiled_equals_eager(parse_format("sparse24:held+slorb16"), torch.bfloat16, "cpu")
-
-
 @pytest.mark.parametrize("projection", ["sum", "trained"])
 def test_it_computes_a_sparse_product_and_a_branch(projection: str) -> None:
     """Against the two terms written out, forward and every gradient."""

@@ -13,19 +13,28 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from shoestring.kernels.runtime import nvrtc
+from shoestring.kernels.runtime.compiled_cache import cached_code
 
 HERE = Path(__file__).parent
 
 
 def library(folder: Path, header: str, *parts: str, macros: Mapping[str, int]) -> ctypes.CDLL:
-    """Sources of kernels/ behind `header`, which calls the kernel; compiled into `folder`."""
+    """Sources of kernels/ behind `header`, which calls the kernel. Compiled once: kept by the hash of all that it is
+    made from, beside what else the package compiles."""
     source = "".join((nvrtc.SOURCES / f"{part}.cu").read_text() for part in parts)
     assert not re.search(r"\basm\b", re.sub(r"//.*", "", source)), "assembly that the emulation does not know"
-    name = hashlib.sha256(repr((header, source, sorted(macros.items()))).encode()).hexdigest()[:16]
+    command = ["g++", "-O1", "-w", "-shared", "-fPIC", "-std=c++17", "-ffp-contract=off"]
+    command += [f"-D{k}={v}" for k, v in sorted(macros.items())]
+    headers = [path.read_text() for path in sorted(HERE.glob("*_on_cpu.h"))]
+    name = hashlib.sha256(repr((header, headers, source, command)).encode()).hexdigest()[:32]
     compiled = folder / f"{name}.so"  # a name of its own: what is loaded stays
-    (folder / "kernel.inc").write_text(source)
-    command = ["g++", "-O1", "-w", "-shared", "-fPIC", "-std=c++17", "-ffp-contract=off", f"-I{folder}"]
-    command += [f"-D{k}={v}" for k, v in macros.items()]
+
+    def compile() -> bytes:
+        (folder / "kernel.inc").write_text(source)
+        fresh = folder / "fresh.so"
+        subprocess.run([*command, f"-I{folder}", "-x", "c++", str(HERE / header), "-o", str(fresh)], check=True)
+        return fresh.read_bytes()
+
     if not compiled.exists():
-        subprocess.run([*command, "-x", "c++", str(HERE / header), "-o", str(compiled)], check=True)
+        compiled.write_bytes(cached_code(f"emulated-{name}", ".so", compile))
     return ctypes.CDLL(str(compiled))

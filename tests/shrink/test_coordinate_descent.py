@@ -64,6 +64,7 @@ def test_near_the_exact_optimum_of_small_rows(label: str) -> None:
 
 @pytest.mark.parametrize("label", ["int4:g64", "int3:g32", "nf3:s2:g64", "fp4:s2:g32", "int2:g0"])
 @pytest.mark.parametrize("settings", [Gptq(), Gptq(act_order=True), Gptq(clip=Clip())], ids=lambda s: s.name)
+@pytest.mark.few(8)
 def test_every_sweep_lowers_the_error(label: str, settings: Gptq) -> None:
     w, x = random_weight(), correlated()
     format, h = parse_format(label), x.T @ x / len(x)

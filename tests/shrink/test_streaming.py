@@ -101,6 +101,7 @@ def watch_blocks(model: Decoder, compute: torch.dtype) -> list[list[int]]:
         for dtypes in ((FULL, FULL), (FULL, HALF))
     ],
 )
+@pytest.mark.few(8)
 def test_streamed_and_unstreamed_give_the_same_bits(name: str, stored: torch.dtype, compute: torch.dtype) -> None:
     spec = replace(QWEN2, num_layers=2)
     whole, streamed = held_in(compute, compute, spec), held_in(stored, compute, spec)

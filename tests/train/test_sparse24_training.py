@@ -166,6 +166,7 @@ def test_killed_and_resumed_bit_for_bit(tmp_path: Path, method: str, stops: tupl
 
 @pytest.mark.parametrize(("version", "bad"), [(3, 5), (16, 18), (3, 18)])
 @pytest.mark.parametrize("method", ["controlled", "started", "fst"])
+@pytest.mark.few(4)
 def test_a_run_that_goes_back_over_a_change_of_phase_is_the_same_run(
     tmp_path: Path, method: str, version: int, bad: int
 ) -> None:

@@ -174,6 +174,7 @@ def test_recompute_changes_nothing() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["blocks", "whole"])
+@pytest.mark.few(1)
 def test_compiled_training_agrees_with_eager(mode: str) -> None:
     plain, compiled = fit(new_run(), 4), fit(new_run(compile=mode), 4)
     assert max(abs(a - b) for a, b in zip(plain, compiled, strict=True)) < 1e-5

@@ -123,6 +123,7 @@ CASES = [
     [c if i in (1, 8, 10) else pytest.param(c, marks=pytest.mark.slow) for i, c in enumerate(CASES)],
     ids=lambda c: f"{c[0]}-{c[1]}rows",
 )
+@pytest.mark.few(11)
 def test_kernel_source_runs_right_on_the_cpu(case: tuple, tmp_path: Path) -> None:
     label, rows, out, width, plan, words, norm = case
     layout, chunks, table, weight = packed(label, out, width)

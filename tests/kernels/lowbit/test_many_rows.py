@@ -46,6 +46,7 @@ CASES = [
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0]}-{c[1]}rows")
+@pytest.mark.few(3)
 def test_kernel_source_runs_right_on_the_cpu(case: tuple, tmp_path: Path) -> None:
     label, rows, out, width, plan = case
     torch.manual_seed(0)

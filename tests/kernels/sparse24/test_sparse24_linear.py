@@ -133,6 +133,7 @@ def emulate(x: Tensor, chunks: Tensor, layout: ChunkLayout24, plan: Sparse24Line
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0]}bits-{c[2]}rows")
+@pytest.mark.few(4)
 def test_kernel_source_runs_right_on_the_cpu(case: tuple, tmp_path: Path) -> None:
     bits, group, rows, out, width, plan = case
     torch.manual_seed(0)

@@ -309,6 +309,7 @@ def test_positions_and_heads_that_are_taken_together(
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("name", [*SPECS, *COMPILED])
 @torch.no_grad()
+@pytest.mark.few(8)
 def test_rows_do_not_depend_on_each_other(name: str, threads: int) -> None:
     """The next token of a request, three rows that are checked of another, and a prompt; one by one and together."""
     model = served({**SPECS, **COMPILED}[name], head=HEAD)

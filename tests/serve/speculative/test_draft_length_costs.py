@@ -14,6 +14,7 @@ GOOD, FAIR, BAD = (0.9, 1), (0.6, 1), (0.2, 3)  # acceptance and layers
 
 @pytest.mark.parametrize("drafter", [GOOD, FAIR, BAD])
 @pytest.mark.parametrize("batch", [1, 4, 16, 64])
+@pytest.mark.few(6)
 def test_turns_of_one_size(drafter: tuple[float, int], batch: int) -> None:
     found: list[float] = []
     for seed in range(3):

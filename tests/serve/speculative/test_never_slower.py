@@ -35,6 +35,7 @@ class Clock:
 
 @pytest.mark.parametrize("batch", [1, 6])
 @pytest.mark.parametrize("noise", [9.0, 0.0])
+@pytest.mark.few(2)
 def test_a_drafter_never_costs_two_percent(batch: int, noise: float, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny_decoder(0)
     clock = Clock(monkeypatch, target)
