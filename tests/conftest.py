@@ -65,7 +65,7 @@ def _modules_of_setup() -> set[str]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Campaigns, and the cases that `few` leaves out, run only where `-m` names them. Files that start ranks or are slow
+    """Campaigns, and what `few` leaves out, run only where `-m` names them. Files that start ranks or are slow
     come first: the test processes then finish together, where a long file at the end would run while the others wait.
     """
     long = {item.path for item in items if any(item.get_closest_marker(mark) for mark in ("ranks", "slow"))}
