@@ -37,7 +37,7 @@ from shoestring.model.chat import fault, render
 from shoestring.model.compressed_tensors import save_compressed_tensors
 from shoestring.model.gguf import load_gguf
 from shoestring.model.gguf_file import GgufFile, open_gguf
-from shoestring.model.gguf_names import ARCHITECTURES, place_of
+from shoestring.model.gguf_names import place_of
 from shoestring.model.gguf_write import save_gguf
 from shoestring.model.skip import SkipSet, StandIn, Sublayer
 from shoestring.model.spec import Experts
@@ -273,7 +273,7 @@ def write_gguf(path: Path, changes: dict[str, Any] | None = None) -> None:
     writer = gguf.GGUFWriter(path, "llama")
     _add_metadata(writer, metadata)
     for name, tensor in model.state_dict().items():
-        stored = place_of(ARCHITECTURES["llama"], spec, name).name
+        stored = place_of(spec, name).name
         writer.add_tensor(stored, np.ascontiguousarray(tensor.float().numpy()))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -27,9 +27,10 @@ from shoestring.formats.registry import from_json
 from shoestring.json_files import Fields, read_object
 from shoestring.model import load_model
 from shoestring.model.encoder import IMAGE_TYPES, encoder_type
+from shoestring.model.families import MODEL_TYPES
 from shoestring.model.folder import foreign_files, is_foreign, weight_files
 from shoestring.model.gguf_write import WrittenTensor
-from shoestring.model.hf import MODEL_TYPES, spec_of_folder
+from shoestring.model.hf import spec_of_folder
 from shoestring.model.hf_names import hf_module, our_module
 from shoestring.model.spec import ModelSpec
 from shoestring.model.verify import is_part, verify

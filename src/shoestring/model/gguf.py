@@ -30,7 +30,7 @@ from shoestring.formats.int_asym import IntAsym
 from shoestring.formats.quantized import QuantizedFormat
 from shoestring.model.gguf_blocks import BLOCK, FLOAT_KINDS, GRIDS, decode_grid
 from shoestring.model.gguf_file import GgufFile, GgufTensor
-from shoestring.model.gguf_names import Place, architecture_named, from_interleaved, place_of, stored_shape
+from shoestring.model.gguf_names import Place, check_architecture, from_interleaved, place_of, stored_shape
 from shoestring.model.gguf_spec import ROPE_TENSORS, spec_from_metadata
 from shoestring.model.spec import ModelSpec
 from shoestring.model.tokenizer import Tokenizer
@@ -74,7 +74,7 @@ class GgufSource:
 
     def __init__(self, path: Path, *, packed: bool = False) -> None:
         self.path, self.file = path, GgufFile(path)
-        self._architecture = architecture_named(str(path), self.file.get("general.architecture"))
+        self._architecture = check_architecture(str(path), self.file.get("general.architecture"))
         self.file.check_places()
         tensors = self.file.tensors
         for needed in ("token_embd.weight", "output_norm.weight"):
@@ -110,7 +110,7 @@ class GgufSource:
             model = Decoder(spec)
         expected = {name: tuple(t.shape) for name, t in model.state_dict().items()}
         self._hosts = [name for name, _ in format_hosts(model)]
-        places = {name: place_of(self._architecture, spec, name) for name in expected}
+        places = {name: place_of(spec, name) for name in expected}
         if missing := sorted(name for name, place in places.items() if place.name not in tensors):
             raise UserError(
                 f"{path} lacks {len(missing)} tensors that its metadata asks for, the first is {missing[0]}"
@@ -118,7 +118,7 @@ class GgufSource:
         known = {place.name for place in places.values()} | set(ROPE_TENSORS)
         if unknown := sorted(set(tensors) - known):
             raise UserError(
-                f"{path}: tensor {shown(unknown[0])[1:-1]} is not part of a {self._architecture.name} decoder; the "
+                f"{path}: tensor {shown(unknown[0])[1:-1]} is not part of a {self._architecture} decoder; the "
                 "model cannot be read"
             )
         for name, place in places.items():

@@ -1,6 +1,6 @@
 """llama.cpp's tensor names: where each of our tensors lies in a GGUF file, for reading and for writing.
 
-A pure mapping, one entry of `ARCHITECTURES` per architecture of llama.cpp. Besides names, four things differ from ours:
+A pure mapping by the rows of families.py. Besides names, four things differ from ours:
 
     rows of q and k    where llama.cpp rotates neighbours (Llama's family) they are interleaved; we rotate halves
     fused layers       q, k, v (GPT-2, GPT-NeoX, Phi-3) and gate, up (Phi-3) are ranges of rows of one tensor
@@ -12,68 +12,16 @@ Left out on purpose: metadata (gguf_spec.py), files (gguf_file.py, gguf_write.py
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from shoestring.errors import UserError, shown, suggest
+from shoestring.model.families import EXPERT, FAMILIES, GgufNames, family_of, fused_rows
 from shoestring.model.spec import ModelSpec
 
-_QKV = ("attn.q", "attn.k", "attn.v")
 _TOP = {"embed": "token_embd", "positions": "position_embd", "norm": "output_norm", "head": "output"}
-_ATTENTION = {
-    **{f"attn.{x}": f"attn_{x}" for x in "qkv"},
-    "attn.o": "attn_output",
-    "attn.q_norm": "attn_q_norm",
-    "attn.k_norm": "attn_k_norm",
-}
-_PRE_NORMS = {"attn_norm": "attn_norm", "mlp_norm": "ffn_norm"}
-_POST_NORMS = {"attn_post_norm": "post_attention_norm", "mlp_post_norm": "post_ffw_norm"}
-_MLP = {f"mlp.{x}": f"ffn_{x}" for x in ("gate", "up", "down")}
-_EXPERTS = {
-    "mlp.router": "ffn_gate_inp",
-    **{f"mlp.experts.*.{x}": f"ffn_{x}_exps" for x in ("gate", "up", "down")},
-    **{f"mlp.shared.{x}": f"ffn_{x}_shexp" for x in ("gate", "up", "down")},
-    "mlp.shared_gate": "ffn_gate_inp_shexp",
-}
-_LLAMA = {**_PRE_NORMS, **_ATTENTION, **_MLP}
-_EXPERT = re.compile(r"(?<=\bexperts\.)\d+(?=\.)")
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """One architecture of llama.cpp. `block`: our module of a layer -> theirs; `*` is the number of an expert."""
-
-    name: str
-    model_types: tuple[str, ...]  # Hugging Face's; the first is what a file without experts is read as
-    block: dict[str, str] = field(default_factory=lambda: dict(_LLAMA))
-    fused: dict[str, tuple[str, ...]] = field(default_factory=dict)  # their module -> ours inside it, in row order
-    interleaved: bool = False  # rows of q and k
-    has_output: bool | None = None  # whether the head is stored beside the embedding; None: as the model has it
-
-
-_FUSED_QKV: dict[str, tuple[str, ...]] = {"attn_qkv": _QKV}
-_GPT = {**_PRE_NORMS, "attn.o": "attn_output", "mlp.up": "ffn_up", "mlp.down": "ffn_down"}
-ARCHITECTURES = {
-    a.name: a
-    for a in (
-        Architecture("llama", ("llama", "mistral", "mixtral"), {**_LLAMA, **_EXPERTS}, interleaved=True),
-        Architecture("qwen2", ("qwen2",)),
-        Architecture("qwen3", ("qwen3",)),
-        Architecture("qwen2moe", ("qwen2_moe",), {**_LLAMA, **_EXPERTS}, has_output=True),
-        Architecture("qwen3moe", ("qwen3_moe",), {**_LLAMA, **_EXPERTS}),
-        Architecture("olmoe", ("olmoe",), {**_LLAMA, **_EXPERTS}, has_output=True),
-        Architecture("smollm3", ("smollm3",), interleaved=True),
-        Architecture("gemma2", ("gemma2",), {**_LLAMA, **_POST_NORMS}, has_output=False),
-        Architecture("gemma3", ("gemma3_text",), {**_LLAMA, **_POST_NORMS}),
-        Architecture("olmo2", ("olmo2",), {**_POST_NORMS, **_ATTENTION, **_MLP}, has_output=True),
-        Architecture("phi3", ("phi3",), _LLAMA, {**_FUSED_QKV, "ffn_up": ("mlp.gate", "mlp.up")}),
-        Architecture("gptneox", ("gpt_neox",), _GPT, _FUSED_QKV, has_output=True),
-        Architecture("gpt2", ("gpt2",), _GPT, _FUSED_QKV),
-    )
-}
 
 
 @dataclass(frozen=True)
@@ -89,42 +37,44 @@ class Place:
     flat: bool = False  # a matrix of one row is stored without that dim
 
 
-def architecture_named(where: str, name: object) -> Architecture:
-    if not isinstance(name, str) or name not in ARCHITECTURES:
+def check_architecture(where: str, name: object) -> str:
+    """The name, if it is one of llama.cpp's that can be read."""
+    known = list(dict.fromkeys(f.gguf.architecture for f in FAMILIES.values() if f.gguf is not None))
+    if not isinstance(name, str) or name not in known:
         raise UserError(
-            f"{where} holds a model of architecture {shown(name)}; supported in GGUF files: {', '.join(ARCHITECTURES)}."
-            f"{suggest(shown(name), list(ARCHITECTURES))}"
+            f"{where} holds a model of architecture {shown(name)}; supported in GGUF files: {', '.join(known)}."
+            f"{suggest(shown(name), known)}"
         )
-    return ARCHITECTURES[name]
+    return name
 
 
-def architecture_for(spec: ModelSpec) -> Architecture:
-    """The one that a model of ours is written as."""
-    for architecture in ARCHITECTURES.values():
-        if spec.model_type in architecture.model_types:
-            return architecture
-    raise UserError(f"GGUF files of a {spec.model_type} model cannot be written; use a Hugging Face folder: --as dense")
+def gguf_names(spec: ModelSpec) -> GgufNames:
+    """The architecture that a model of ours is written as."""
+    found = family_of(spec).gguf
+    if found is None:
+        raise UserError(
+            f"GGUF files of a {spec.model_type} model cannot be written; use a Hugging Face folder: --as dense"
+        )
+    return found
 
 
-def place_of(architecture: Architecture, spec: ModelSpec, name: str) -> Place:
+def place_of(spec: ModelSpec, name: str) -> Place:
     """Where our tensor `name` lies."""
-    module, leaf = name.rsplit(".", 1)
+    names, (module, leaf) = gguf_names(spec), name.rsplit(".", 1)
     plus_one = spec.norm == "rms_offset" and module.endswith("norm")
     if not module.startswith("blocks."):
         return Place(f"{_TOP[module]}.{leaf}", plus_one=plus_one)
     _, layer, inner = module.split(".", 2)
     prefix = f"blk.{layer}"
-    for theirs, parts in architecture.fused.items():
+    for theirs, parts in names.fused.items():
         if inner in parts:
-            heights = [_height(spec, part) for part in parts]
-            at = parts.index(inner)
-            rows = (sum(heights[:at]), sum(heights[: at + 1]))
-            return Place(f"{prefix}.{theirs}.{leaf}", rows, sum(heights))
-    expert = _EXPERT.search(inner)
-    stored = architecture.block.get(_EXPERT.sub("*", inner))
+            start, stop, height = fused_rows(spec, parts, inner)
+            return Place(f"{prefix}.{theirs}.{leaf}", (start, stop), height)
+    expert = EXPERT.search(inner)
+    stored = names.block.get(EXPERT.sub("*", inner))
     if stored is None:
-        raise UserError(f"a GGUF file of architecture {architecture.name} has no place for {name}")
-    heads = {"attn.q": spec.num_heads, "attn.k": spec.num_kv_heads}.get(inner, 0) if architecture.interleaved else 0
+        raise UserError(f"a GGUF file of architecture {names.architecture} has no place for {name}")
+    heads = {"attn.q": spec.num_heads, "attn.k": spec.num_kv_heads}.get(inner, 0) if names.interleaved else 0
     return Place(
         f"{prefix}.{stored}.{leaf}",
         expert=None if expert is None else int(expert[0]),
@@ -132,13 +82,6 @@ def place_of(architecture: Architecture, spec: ModelSpec, name: str) -> Place:
         plus_one=plus_one,
         flat=inner == "mlp.shared_gate",
     )
-
-
-def _height(spec: ModelSpec, inner: str) -> int:
-    """Rows of a layer that some architecture fuses."""
-    if inner == "attn.q":
-        return spec.num_heads * spec.head_dim
-    return spec.num_kv_heads * spec.head_dim if inner in _QKV else spec.d_ff
 
 
 def stored_shape(spec: ModelSpec, place: Place, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -1,8 +1,8 @@
 """GGUF metadata to and from a ModelSpec.
 
-llama.cpp decides much of the arithmetic by the name of the architecture; the metadata holds the sizes and a few
-switches. `spec_from_metadata` says what llama.cpp would compute; `metadata_of` writes the metadata of a spec and
-proves, by reading it back, that llama.cpp would compute that spec. What it cannot express is an error.
+llama.cpp decides much of the arithmetic by the name of the architecture (a row of families.py); the metadata holds the
+sizes and a few switches. `spec_from_metadata` says what llama.cpp would compute; `metadata_of` writes the metadata of
+a spec and proves, by reading it back, that llama.cpp would compute that spec. What it cannot express is an error.
 
 Left out on purpose: tensor names (gguf_names.py), the vocabulary (vocabulary.py, gguf_vocabulary.py).
 """
@@ -20,8 +20,9 @@ from torch import Tensor
 from shoestring.errors import UserError, shown
 from shoestring.json_files import Fields
 from shoestring.model.attention import rope_frequencies
-from shoestring.model.gguf_names import Architecture, architecture_for
-from shoestring.model.hf import EPS_RANGE, MOST_WINDOW, SCALING_RANGE, THETA_RANGE
+from shoestring.model.families import FAMILIES, Family, family_of
+from shoestring.model.gguf_names import gguf_names
+from shoestring.model.hf import EPS_RANGE, MOST_WINDOW, SCALING_RANGE, THETA_RANGE, default_act
 from shoestring.model.layer_plan import RopePlan
 from shoestring.model.spec import (
     MOST_LAYERS,
@@ -38,24 +39,19 @@ from shoestring.model.spec import (
 # Tensors that hold divisors of rotary frequencies, not weights.
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _FREQS, _LONG, _SHORT = ROPE_TENSORS
-_GEMMA = ("gemma2", "gemma3")
-_PARTIAL = ("phi3", "gptneox")  # may rotate a part of each head
-_RENORMALIZED = ("llama", "qwen3moe")  # the weights of the chosen experts are divided by their sum
-_LAYER_NORM = ("gpt2", "gptneox")
 # Lists of one value per layer: windows (true or false). Others mean layers that differ, which the decoder has not.
 _PER_LAYER = ("attention.sliding_window_pattern",)
 
 
 def spec_from_metadata(
     where: str,
-    architecture: Architecture,
+    arch: str,
     metadata: Mapping[str, Any],
     shapes: Mapping[str, tuple[int, ...]],
     rope_tensors: Mapping[str, Tensor],
     ends: Mapping[str, Any],
 ) -> ModelSpec:
-    """`shapes` of all tensors by their names in the file; `ends`: bos_id and eos_id."""
-    arch = architecture.name
+    """`arch`: the architecture; `shapes` of all tensors by their names in the file; `ends`: bos_id and eos_id."""
     own = {k.removeprefix(f"{arch}."): v for k, v in metadata.items() if k.startswith(f"{arch}.")}
     for key, value in own.items():
         if isinstance(value, list) and key not in _PER_LAYER:
@@ -70,10 +66,8 @@ def spec_from_metadata(
     if given.whole("attention.value_length", head_dim) != head_dim:
         raise UserError(f"{where} has values and keys of different widths, which the decoder cannot build")
     num_layers = given.whole("block_count", most=MOST_LAYERS)
-    window, full_layers = _windows(given, arch, num_layers)
-    experts = _experts(given, where, arch, shapes)
-    rotary_fraction = _rotary_fraction(given, where, arch, head_dim)
-    eps = "attention.layer_norm_epsilon" if arch in _LAYER_NORM else "attention.layer_norm_rms_epsilon"
+    family = _family(given, where, arch)
+    window, full_layers = _windows(given, family, num_layers)
     theta = _short(given.number("rope.freq_base", 10000.0, **THETA_RANGE))
     return ModelSpec(
         vocab_size=shapes["token_embd.weight"][0],
@@ -84,37 +78,43 @@ def spec_from_metadata(
         head_dim=head_dim,
         d_ff=given.whole("feed_forward_length"),
         max_positions=given.whole("context_length"),
-        model_type=_model_type(architecture, window, experts),
-        norm="layer" if arch in _LAYER_NORM else "rms_offset" if arch in _GEMMA else "rms",
-        norm_eps=_short(given.number(eps, **EPS_RANGE)),
-        norm_placement="both" if arch in _GEMMA else "post" if arch == "olmo2" else "pre",
-        parallel_residual=arch == "gptneox" and given.flag("use_parallel_residual"),
-        act={"gpt2": "gelu_tanh", "gptneox": "gelu"}.get(arch, "geglu_tanh" if arch in _GEMMA else "swiglu"),  # type: ignore[arg-type]
-        positions="learned" if arch == "gpt2" else "rope",
+        model_type=family.name,
+        norm_eps=_short(given.number(_eps_key(family), **EPS_RANGE)),
+        parallel_residual="parallel_residual" in family.keys and given.flag("use_parallel_residual"),
+        act=default_act(family),
         rope_theta=theta,
-        rope_scaling=_rope_scaling(given, where, arch, theta, head_dim, rope_tensors),
-        rotary_fraction=rotary_fraction,
-        no_rope_layers=tuple(i for i in range(num_layers) if arch == "smollm3" and i % 4 == 3),
+        rope_scaling=_rope_scaling(given, where, family, theta, head_dim, rope_tensors),
+        rotary_fraction=_rotary_fraction(given, where, family, head_dim),
+        no_rope_layers=tuple(i for i in range(num_layers) if "no_rope_layers" in family.keys and i % 4 == 3),
         window_rope_theta=_short(given.number("rope.freq_base_swa", 10000.0, **THETA_RANGE))
-        if arch == "gemma3"
+        if "window_rope_theta" in family.keys
         else None,
-        qk_norm="blk.0.attn_q_norm.weight" in shapes,
-        qk_norm_over="width" if arch in ("olmo2", "olmoe") else "head",
-        qkv_bias="blk.0.attn_q.bias" in shapes or "blk.0.attn_qkv.bias" in shapes,
-        out_bias="blk.0.attn_output.bias" in shapes,
-        mlp_bias="blk.0.ffn_down.bias" in shapes or "blk.0.ffn_gate.bias" in shapes,
         tied="output.weight" not in shapes,
-        attn_scale=_gemma_scale(num_layers, d_model, num_heads, head_dim) if arch in _GEMMA else None,
-        attn_softcap=_cap(given, "attn_logit_softcapping", 50.0) if arch == "gemma2" else None,
-        logit_softcap=_cap(given, "final_logit_softcapping", 30.0 if arch == "gemma2" else 0.0)
-        if arch in _GEMMA
-        else None,
-        scaled_embeddings=arch in _GEMMA,
-        experts=experts,
+        attn_scale=_gemma_scale(num_layers, d_model, num_heads, head_dim) if "attn_scale" in family.keys else None,
+        attn_softcap=_cap(given, family, "attn_softcap") if family.gguf and family.gguf.caps_scores else None,
+        logit_softcap=_cap(given, family, "logit_softcap"),
+        experts=_experts(given, family, shapes),
         sliding_window=window,
         full_layers=full_layers,
+        **{**family.fixed, **_parts_stored(shapes)},
         **ends,
     )
+
+
+def _parts_stored(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, bool]:
+    """What the tensors of the first layer say: whether q and k are normed, and which layers have biases."""
+    parts = {
+        "qk_norm": ("attn_q_norm.weight",),
+        "qkv_bias": ("attn_q.bias", "attn_qkv.bias"),
+        "out_bias": ("attn_output.bias",),
+        "mlp_bias": ("ffn_down.bias", "ffn_gate.bias"),
+    }
+    return {field: any(f"blk.0.{name}" in shapes for name in names) for field, names in parts.items()}
+
+
+def _eps_key(family: Family) -> str:
+    layer_norm = family.fixed.get("norm") == "layer"
+    return "attention.layer_norm_epsilon" if layer_norm else "attention.layer_norm_rms_epsilon"
 
 
 def metadata_of(
@@ -124,8 +124,7 @@ def metadata_of(
 
     `shapes`: of the tensors that will be written, by their names in the file.
     """
-    architecture = architecture_for(spec)
-    arch = architecture.name
+    family, names = family_of(spec), gguf_names(spec)
     said: dict[str, int | float | bool | str] = {
         "block_count": spec.num_layers,
         "context_length": spec.max_positions,
@@ -134,44 +133,44 @@ def metadata_of(
         "attention.head_count": spec.num_heads,
         "attention.head_count_kv": spec.num_kv_heads,
         "vocab_size": spec.vocab_size,
-        "attention.layer_norm_epsilon" if arch in _LAYER_NORM else "attention.layer_norm_rms_epsilon": spec.norm_eps,
+        _eps_key(family): spec.norm_eps,
     }
-    if spec.head_dim * spec.num_heads != spec.d_model or arch in ("qwen3", "qwen3moe", *_GEMMA):
+    if spec.head_dim * spec.num_heads != spec.d_model or names.says_head_dim:
         said |= {"attention.key_length": spec.head_dim, "attention.value_length": spec.head_dim}
     if spec.positions == "rope":
         said |= {"rope.freq_base": spec.rope_theta, "rope.dimension_count": spec.rotary_dim}
     if spec.sliding_window is not None:
         said["attention.sliding_window"] = spec.sliding_window
-    if arch == "gptneox":
+    if "parallel_residual" in family.keys:
         said["use_parallel_residual"] = spec.parallel_residual
     if spec.window_rope_theta is not None:
         said["rope.freq_base_swa"] = spec.window_rope_theta
-    for key, cap in (("attn_logit_softcapping", spec.attn_softcap), ("final_logit_softcapping", spec.logit_softcap)):
-        if cap is not None:
-            said[key] = cap
+    for field in ("attn_softcap", "logit_softcap"):
+        if (cap := getattr(spec, field)) is not None and field in family.keys:
+            said[family.keys[field].name] = cap
     if spec.experts is not None:
         said |= {"expert_count": spec.experts.num, "expert_used_count": spec.experts.top_k}
-        if arch in ("qwen2moe", "qwen3moe"):
+        if family.expert_width:
             said["expert_feed_forward_length"] = spec.experts.d_ff
         if spec.experts.shared_d_ff:
             said["expert_shared_feed_forward_length"] = spec.experts.shared_d_ff
     scaling, tensors = _written_scaling(spec)
     said |= scaling
-    _check_said(spec, architecture, said, shapes, tensors)
+    _check_said(spec, names.architecture, said, shapes, tensors)
     return said, tensors
 
 
 def _check_said(
     spec: ModelSpec,
-    architecture: Architecture,
+    arch: str,
     said: Mapping[str, Any],
     shapes: Mapping[str, tuple[int, ...]],
     tensors: Mapping[str, Tensor],
 ) -> None:
     read = spec_from_metadata(
         "the file",
-        architecture,
-        {f"{architecture.name}.{k}": v for k, v in said.items()},
+        arch,
+        {f"{arch}.{k}": v for k, v in said.items()},
         shapes,
         tensors,
         {"bos_id": spec.bos_id, "eos_id": spec.eos_id, "extra_eos_ids": spec.extra_eos_ids},
@@ -185,7 +184,7 @@ def _check_said(
     if differ:
         name = differ[0]
         raise UserError(
-            f"llama.cpp computes a {architecture.name} model with {name}={shown(theirs[name])}, this one has "
+            f"llama.cpp computes a {arch} model with {name}={shown(theirs[name])}, this one has "
             f"{shown(ours[name])}: it cannot be written as GGUF; use a Hugging Face folder (--as dense)"
         )
 
@@ -206,53 +205,58 @@ def _short(value: float) -> float:
     return float(f"{value:.7g}")
 
 
-def _cap(given: Fields, key: str, default: float) -> float | None:
-    return _short(given.number(key, default, least=0.0, most=1e6)) or None
+def _cap(given: Fields, family: Family, field: str) -> float | None:
+    if field not in family.keys:
+        return None
+    key = family.keys[field]
+    return _short(given.number(key.name, key.missing or 0.0, least=0.0, most=1e6)) or None
 
 
-def _model_type(architecture: Architecture, window: int | None, experts: Experts | None) -> str:
-    if architecture.name != "llama":
-        return architecture.model_types[0]
-    return "mixtral" if experts else "mistral" if window else "llama"
+def _family(given: Fields, where: str, arch: str) -> Family:
+    """Several may be one architecture: Mixtral is a Llama with experts, Mistral one with windows."""
+    rows = [f for f in FAMILIES.values() if f.gguf is not None and f.gguf.architecture == arch]
+    num = given.whole("expert_count", 0, least=0)
+    if num and not any(f.experts for f in rows):
+        raise UserError(f"{where} holds a mixture of {num} experts, which no {arch} model has")
+    alike = [f for f in rows if bool(f.experts) == bool(num)] or rows
+    windowed = bool(given.get("attention.sliding_window")) and len(alike) > 1
+    return next((f for f in alike if windowed and f.windows is not None), alike[0])
 
 
-def _windows(given: Fields, arch: str, num_layers: int) -> tuple[int | None, tuple[int, ...]]:
+def _windows(given: Fields, family: Family, num_layers: int) -> tuple[int | None, tuple[int, ...]]:
     """(sliding window, layers without it). llama.cpp reads a window only for some architectures."""
-    if arch not in ("llama", "phi3", *_GEMMA):
+    names, windows = family.gguf, family.windows
+    if names is None or not names.windows:
         return None, ()
-    window = given.whole("attention.sliding_window", 4096 if arch == "gemma2" else None, least=0, most=MOST_WINDOW)
+    window = given.whole("attention.sliding_window", names.window, least=0, most=MOST_WINDOW)
     if not window:
         return None, ()
-    if arch not in _GEMMA:
+    if windows is None or not windows.every:
         return window, ()
     pattern = given.get("attention.sliding_window_pattern")
     if isinstance(pattern, list):
         if len(pattern) != num_layers or any(not isinstance(p, bool) for p in pattern):
             raise UserError(f"{given.where}: sliding_window_pattern must be true or false for each layer")
         return window, tuple(i for i, windowed in enumerate(pattern) if not windowed)
-    every = given.whole("attention.sliding_window_pattern", 2 if arch == "gemma2" else 6)
+    every = given.whole("attention.sliding_window_pattern", windows.every)
     return window, tuple(range(every - 1, num_layers, every))
 
 
-def _experts(given: Fields, where: str, arch: str, shapes: Mapping[str, tuple[int, ...]]) -> Experts | None:
-    num = given.whole("expert_count", 0, least=0)
-    if arch not in ("llama", "qwen2moe", "qwen3moe", "olmoe"):
-        if num:
-            raise UserError(f"{where} holds a mixture of {num} experts, which no {arch} model has")
-        return None
-    if not num and arch == "llama":
+def _experts(given: Fields, family: Family, shapes: Mapping[str, tuple[int, ...]]) -> Experts | None:
+    if not family.experts or family.gguf is None:
         return None
     used, d_ff = given.whole("expert_used_count"), given.whole("feed_forward_length")
-    if arch in ("qwen2moe", "qwen3moe"):
+    if family.expert_width:
         d_ff = given.whole("expert_feed_forward_length", d_ff // used)
     stored = shapes.get("blk.0.ffn_gate_shexp.weight")
     shared = given.whole("expert_shared_feed_forward_length", stored[0] if stored else 0, least=0)
-    return Experts(given.whole("expert_count"), used, d_ff, arch in _RENORMALIZED, shared if arch == "qwen2moe" else 0)
+    shared = shared if "shared_d_ff" in family.experts else 0
+    return Experts(given.whole("expert_count"), used, d_ff, family.gguf.renormalized, shared)
 
 
-def _rotary_fraction(given: Fields, where: str, arch: str, head_dim: int) -> float:
+def _rotary_fraction(given: Fields, where: str, family: Family, head_dim: int) -> float:
     rotary = given.whole("rope.dimension_count", head_dim)
-    if rotary != head_dim and arch not in _PARTIAL:
+    if rotary != head_dim and "rotary_fraction" not in family.keys:
         raise UserError(f"{where} rotates {rotary} of {head_dim} dims per head; only whole heads are supported")
     return rotary / head_dim
 
@@ -266,7 +270,7 @@ def _gemma_scale(num_layers: int, d_model: int, num_heads: int, head_dim: int) -
 
 
 def _rope_scaling(
-    given: Fields, where: str, arch: str, theta: float, head_dim: int, tensors: Mapping[str, Tensor]
+    given: Fields, where: str, family: Family, theta: float, head_dim: int, tensors: Mapping[str, Tensor]
 ) -> RopeScaling | None:
     if _FREQS in tensors:
         return _llama3(where, theta, head_dim, tensors[_FREQS])
@@ -283,7 +287,7 @@ def _rope_scaling(
         return None
     if kind == "linear":
         return LinearRope(_short(factor))
-    if kind == "yarn" and arch != "gemma3":
+    if kind == "yarn" and "window_rope_theta" not in family.keys:
         magnitude = 1.0 if factor <= 1 else 0.1 * math.log(factor) + 1.0
         return YarnRope(
             _short(factor),

@@ -25,7 +25,7 @@ from shoestring.errors import UserError, room, suggest
 from shoestring.formats.convert import format_hosts
 from shoestring.formats.linear import FormatHost
 from shoestring.model.gguf_blocks import FLOAT_KINDS, KINDS, Blocks, encode_blocks, encode_grid, exact_kinds, fits
-from shoestring.model.gguf_names import Place, architecture_for, joined, place_of, stored_shape
+from shoestring.model.gguf_names import Place, gguf_names, joined, place_of, stored_shape
 from shoestring.model.gguf_spec import metadata_of
 from shoestring.model.gguf_vocabulary import vocabulary_metadata
 from shoestring.state.files import hidden_name, sweep_leftovers, sync
@@ -89,11 +89,11 @@ def save_gguf(
     encoded = [source.encoded(stored, kind) for stored in source.plan]
     written = [about for about, _ in encoded]
     metadata = {"general.name": name or path.stem, "general.file_type": _FILE_TYPES[_most_common(written)]}
-    metadata |= {f"{source.architecture.name}.{key}": value for key, value in said.items()} | vocabulary
+    metadata |= {f"{source.names.architecture}.{key}": value for key, value in said.items()} | vocabulary
     tensors = {about.name: (about.kind, data) for about, data in encoded}
     tensors |= {stored: ("F32", t.float().view(torch.uint8)) for stored, t in rope.items()}
     with _replacing(path) as temp:
-        _write(temp, source.architecture.name, metadata, tensors)
+        _write(temp, source.names.architecture, metadata, tensors)
     return written
 
 
@@ -101,14 +101,14 @@ class _Source:
     """The tensors of a model, by their names in the file."""
 
     def __init__(self, model: Decoder) -> None:
-        self.spec, self.architecture = model.spec, architecture_for(model.spec)
+        self.spec, self.names = model.spec, gguf_names(model.spec)
         self._layers, self._state = dict(format_hosts(model)), model.state_dict()
         names = _weight_names(self._state)
-        if self.spec.tied and self.architecture.has_output:
+        if self.spec.tied and self.names.has_output:
             names.append("head.weight")
         self.plan: dict[str, dict[str, Place]] = {}  # name in the file -> our tensors in it
         for name in names:
-            place = place_of(self.architecture, self.spec, name)
+            place = place_of(self.spec, name)
             self.plan.setdefault(place.name, {})[name] = place
 
     @property

@@ -17,7 +17,7 @@ layer's input.
 `Decoder.forward` (transformer.py) computes every plan. The fused step (serve/engine/fused_decoder.py), the two CPU
 steps (serve/engine/cpu_decode.py) and tensor parallelism (parallel.py) each declare a `Support`: the values of every
 field that they compute. Other values are refused with a reason, and the engine runs the model's own forward. So a new
-architecture is a field here with its value in `plan_decoder`, its names in hf_names.py and its arithmetic in
+architecture is a field here with its value in `plan_decoder`, its names in families.py and its arithmetic in
 transformer.py; executors that do not declare the field refuse it, and tests/model/test_layer_plan.py fails until the
 field's values are listed there.
 

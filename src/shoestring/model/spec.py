@@ -1,7 +1,7 @@
 """ModelSpec: everything that decides the shape and the arithmetic of a decoder.
 
-One spec covers every family of `hf.MODEL_TYPES`, mixtures of experts included; `hf.py` reads it from and writes it to
-a Hugging Face config.json. What is not here (dtype, device, sharding, formats) is decided outside the model.
+One spec covers every family of families.py, mixtures of experts included; `hf.py` reads it from and writes it to a
+Hugging Face config.json. What is not here (dtype, device, sharding, formats) is decided outside the model.
 """
 
 from __future__ import annotations
