@@ -53,6 +53,7 @@ from benchmarks.drafter_watch import Pauses, Proposed, Watched, watch
 from benchmarks.results import record, significant, spread
 from shoestring.device import pick_device, pick_dtype
 from shoestring.errors import UserError, as_command
+from shoestring.methods.drafter.acceptance import engine_for
 from shoestring.model import Decoder, load_model
 from shoestring.serve import Engine, Sampling
 from shoestring.serve.speculative.draft_length import DraftLengthController
@@ -60,7 +61,6 @@ from shoestring.serve.speculative.draft_model import DraftModel
 from shoestring.serve.speculative.drafter import Drafter
 from shoestring.serve.speculative.drafter_stack import DrafterStack, open_drafter
 from shoestring.serve.speculative.verify import RULES, RuleName
-from shoestring.shrink.drafter_acceptance import engine_for
 
 NUM_DRAFTS = 4
 BATCHES = (1, 4, 16, 64)

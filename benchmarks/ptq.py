@@ -31,11 +31,11 @@ from benchmarks.smollm2 import need_smollm2
 from shoestring.errors import as_command
 from shoestring.evals.perplexity import perplexity
 from shoestring.formats import pack, parse_format, unpack
+from shoestring.methods.drafter.model import first_layers
 from shoestring.model import load_model
 from shoestring.model.transformer import Decoder
 from shoestring.shrink.blockwise import Blockwise, train_blocks
 from shoestring.shrink.calibrate import BlockStep, Calibration, walk, windows
-from shoestring.shrink.drafter_model import first_layers
 from shoestring.shrink.quantize import METHODS, QuantizeReport, quantize, usual_inputs
 
 MODEL = "SmolLM2-135M-Instruct"

@@ -82,6 +82,17 @@ from shoestring.device import pick_device, pick_dtype
 from shoestring.errors import Interrupted, UserError, as_command
 from shoestring.evals.model_row import need_tokenizer
 from shoestring.mesh import Mesh
+from shoestring.methods.drafter.acceptance import Acceptance, engine_for, least_at, measure_together
+from shoestring.methods.drafter.model import DrafterShape, coverage, frequent_tokens, note_acceptance, save_drafter
+from shoestring.methods.drafter.objectives import DraftDistill
+from shoestring.methods.drafter.training import (
+    Schedule,
+    distil,
+    make_objective,
+    piece_prompts,
+    reference_losses,
+    score_text,
+)
 from shoestring.model import Decoder, ModelSpec, load_model, save_model
 from shoestring.runlog import RunLog, write_atomically
 from shoestring.serve import Engine
@@ -89,10 +100,6 @@ from shoestring.serve.speculative.draft_model import DraftModel, trim_head
 from shoestring.serve.speculative.drafter import Drafter
 from shoestring.serve.speculative.drafter_stack import DrafterStack
 from shoestring.serve.speculative.ngram_drafter import NgramDrafter
-from shoestring.shrink.drafter import Schedule, distil, make_objective, piece_prompts, reference_losses, score_text
-from shoestring.shrink.drafter_acceptance import Acceptance, engine_for, least_at, measure_together
-from shoestring.shrink.drafter_model import DrafterShape, coverage, frequent_tokens, note_acceptance, save_drafter
-from shoestring.shrink.drafter_objectives import DraftDistill
 from shoestring.state.checkpoint import Checkpointer
 from shoestring.state.reshard.version import WeightsVersion
 from shoestring.train.data import TokenData

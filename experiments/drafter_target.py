@@ -28,12 +28,12 @@ from experiments.python_corpus import open_prepared
 from experiments.stories260k import StoryCodec, load_stories
 from shoestring.evals.perplexity import perplexity
 from shoestring.mesh import Mesh
+from shoestring.methods.drafter import model as drafter_model
+from shoestring.methods.drafter.training import piece_prompts
 from shoestring.model import Decoder, ModelSpec, Tokenizer
 from shoestring.model.parallel import ParallelConfig, init_weights, materialize, parallelize
 from shoestring.runlog import RunLog, write_atomically
 from shoestring.serve import Engine, Sampling
-from shoestring.shrink import drafter_model
-from shoestring.shrink.drafter import piece_prompts
 from shoestring.train.corpus import documents
 from shoestring.train.data import TokenData
 from shoestring.train.objectives import CrossEntropy

@@ -26,8 +26,9 @@ from shoestring.evals.perplexity import perplexity
 from shoestring.evals.tasks import run_task
 from shoestring.formats import Dense, Format, Parts, convert, formats_of, pack, parse_format, unpack
 from shoestring.formats.convert import Rule, format_linears, store_states
-from shoestring.formats.range_gradient import with_range_gradient
 from shoestring.mesh import open_mesh
+from shoestring.methods.distill.cakld import CachedCakld, Cakld, teacher_confidence
+from shoestring.methods.distill.range_gradient import with_range_gradient
 from shoestring.model import Decoder
 from shoestring.model.tokenizer import Tokenizer
 from shoestring.runlog import RunLog
@@ -42,7 +43,6 @@ from shoestring.shrink.qat import FallingRates, Rates, clip_weights, coarsest, l
 from shoestring.shrink.quantize import HEADS, METHODS, quantize, usual_inputs
 from shoestring.shrink.self_text import own_windows
 from shoestring.train.batched_formats import BatchedFormats
-from shoestring.train.cakld import CachedCakld, Cakld, teacher_confidence
 from shoestring.train.cuda_graph import GraphedForwardBackward
 from shoestring.train.data import TokenData
 from shoestring.train.optim import adamw, constant

@@ -19,7 +19,7 @@ PRELOAD = [
     "torch.distributed.fsdp",
     "torch.utils.tensorboard",
     "shoestring.cli.app",
-    "shoestring.recipes.shrink.lowbit_best",
+    "shoestring.methods.distill.lowbit_best",
     "shoestring.recipes.shrink.prune24",
     "shoestring.recipes.train.dense",
     "shoestring.serve",

@@ -22,10 +22,10 @@ import torch
 from benchmarks import controller_start, drafter_peers, drafter_speed, drafter_tables, drafter_watch, results
 from experiments import drafter, drafter_target
 from shoestring.errors import UserError
+from shoestring.methods.drafter.model import first_layers
 from shoestring.model import Decoder, ModelSpec, load_model
 from shoestring.model.parallel import init_weights
 from shoestring.serve import Engine, Output
-from shoestring.shrink.drafter_model import first_layers
 from tiny import tiny_llama
 
 SHAPE = {"d_model": 32, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "d_ff": 64}

@@ -13,11 +13,13 @@ import torch
 
 from shoestring.cli.app import run_cli
 from shoestring.errors import UserError, as_command, during, memory_line, out_of_memory
+from shoestring.methods.distill import cakld
+from shoestring.methods.drafter import stages as drafter_stages
 from shoestring.recipes.shrink import ptq
 from shoestring.recipes.train import sparse24_sste
 from shoestring.runlog import read_jsonl
-from shoestring.shrink import block_files, blockwise, drafter_stages, prune24_stages, qat, quantize
-from shoestring.train import cakld, data
+from shoestring.shrink import block_files, blockwise, prune24_stages, qat, quantize
+from shoestring.train import data
 
 GPU = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.72 GiB"
 HOST = (

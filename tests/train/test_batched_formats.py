@@ -7,7 +7,7 @@ import torch
 
 from shoestring.formats import convert, parse_format
 from shoestring.formats.convert import format_linears
-from shoestring.formats.range_gradient import with_range_gradient
+from shoestring.methods.distill.range_gradient import with_range_gradient
 from shoestring.model import Decoder, ModelSpec
 from shoestring.model.parallel import init_weights
 from shoestring.train.batched_formats import BatchedFormats, families

@@ -3,7 +3,7 @@
     prompts   pieces of a corpus, or a list of prompts           `piece_prompts`, `listed_prompts`
     text      the target's completions of them                   `self_text.generate_text`
     scores    the target's top-k on that text, computed once     `train.teacher_cache`
-    drafter   trained by an objective of drafter_objectives.py   `distil`
+    drafter   trained by an objective of objectives.py           `distil`
               (AdaSPEC first trains a reference drafter and keeps its loss on each token: `reference_losses`)
 
 Each step writes files and is skipped where they exist, so that a stopped run continues. Not supported: several
@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from shoestring.errors import UserError
 from shoestring.evals.scoring import NanLikelihood
 from shoestring.mesh import Mesh
+from shoestring.methods.drafter.objectives import DraftDistill, Generate, LiveScores, OnPolicy, Selection
 from shoestring.model import Decoder, Tokenizer
 from shoestring.runlog import RunLog
 from shoestring.serve import Engine, Sampling
 from shoestring.serve.speculative.verify import Check, verify
-from shoestring.shrink.drafter_objectives import DraftDistill, Generate, LiveScores, OnPolicy, Selection
 from shoestring.shrink.self_text import read_prompts
 from shoestring.state.checkpoint import Checkpointer, ResumeFrom
 from shoestring.state.reshard.version import WeightsVersion

@@ -19,17 +19,17 @@ from shoestring.errors import UserError
 from shoestring.formats import FormatLinear, convert, parse_format
 from shoestring.formats.convert import store_states
 from shoestring.mesh import MeshConfig, open_mesh
+from shoestring.methods.distill.cakld import Cakld
+from shoestring.methods.distill.lowbit_best import Config
+from shoestring.methods.distill.stages import BestSettings, micro_of, part_of
 from shoestring.model import load_model
-from shoestring.recipes.shrink.lowbit_best import Config
 from shoestring.runlog import RunLog, read_jsonl
 from shoestring.shrink import blockwise
 from shoestring.shrink.blockwise import Blockwise, train_blocks
 from shoestring.shrink.calibrate import Calibration, walk
 from shoestring.shrink.clip import Clip
-from shoestring.shrink.lowbit_stages import BestSettings, micro_of, part_of
 from shoestring.shrink.qat import FallingRates, Rates, clip_weights, read_grids, relative_adamw
 from shoestring.shrink.shrink_run import run_once
-from shoestring.train.cakld import Cakld
 from shoestring.train.step import Run
 from tiny import loud_model, tokens
 

@@ -30,8 +30,8 @@ from typing import Literal
 from shoestring.config import option
 from shoestring.errors import during
 from shoestring.formats.convert import Rule
+from shoestring.methods.distill import stages
 from shoestring.model import load_model, save_model
-from shoestring.shrink import lowbit_stages as stages
 from shoestring.shrink.clip import Clip
 from shoestring.shrink.qat import build_student
 from shoestring.shrink.shrink_run import ShrinkRun, run_once

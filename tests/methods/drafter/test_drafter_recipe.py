@@ -18,6 +18,9 @@ import torch
 from shoestring.cli.app import run_cli
 from shoestring.errors import UserError
 from shoestring.formats import convert, pack, parse_format
+from shoestring.methods.drafter import training as stages
+from shoestring.methods.drafter.acceptance import Counting
+from shoestring.methods.drafter.model import DrafterShape, first_layers, frequent_tokens, fresh
 from shoestring.model import Decoder, ModelSpec, load_model, save_model
 from shoestring.model.spec import Experts
 from shoestring.runlog import read_jsonl
@@ -25,9 +28,6 @@ from shoestring.serve import Engine, Sampling, open_drafter
 from shoestring.serve.engine.request import Request
 from shoestring.serve.speculative.draft_model import DraftModel
 from shoestring.serve.speculative.drafter import Drafter
-from shoestring.shrink import drafter as stages
-from shoestring.shrink.drafter_acceptance import Counting
-from shoestring.shrink.drafter_model import DrafterShape, first_layers, frequent_tokens, fresh
 from shoestring.state.checkpoint import Checkpointer
 from shoestring.train.data import TokenData
 from shoestring.train.shards import TokenShards

@@ -74,7 +74,7 @@ def test_a_stopped_run_goes_on_in_its_stage(
         if stage == "text":
             patch.setattr(Engine, "step", dying(60, Engine.step))
         else:
-            from shoestring.train import cakld
+            from shoestring.methods.distill import cakld
 
             patch.setattr(cakld.Cakld, "__call__", dying(9, cakld.Cakld.__call__))
         assert f"stopped; continue with `shoestring run shrink/bitdistiller resume={name}`" in cli(

@@ -16,10 +16,10 @@ import torch
 from ranks_golden import BASE
 
 from shoestring.mesh import Mesh, MeshConfig, open_mesh
+from shoestring.methods.distill.cakld import CachedCakld, Cakld, teacher_confidence
 from shoestring.model import Decoder, ModelSpec
 from shoestring.model.parallel import ParallelConfig, init_weights, materialize, parallelize
 from shoestring.runlog import RunLog
-from shoestring.train.cakld import CachedCakld, Cakld, teacher_confidence
 from shoestring.train.data import TokenData
 from shoestring.train.optim import adamw
 from shoestring.train.shards import TokenShards

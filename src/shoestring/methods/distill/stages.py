@@ -28,9 +28,10 @@ from shoestring.errors import UserError, during, in_run
 from shoestring.evals.model_row import check_apart, evaluate_row, need_tokenizer, read_tokens
 from shoestring.formats import Dense, Format, packed_state, parse_format
 from shoestring.formats.convert import Rule, format_linear
-from shoestring.formats.range_gradient import with_range_gradient
 from shoestring.json_files import Fields, read_object
 from shoestring.mesh import Mesh, MeshConfig, open_mesh
+from shoestring.methods.distill.cakld import CachedCakld, Cakld, check_gamma, teacher_confidence
+from shoestring.methods.distill.range_gradient import with_range_gradient
 from shoestring.model import Decoder, load_model, save_model
 from shoestring.model.folder import LoadedModel, read_spec
 from shoestring.model.parallel import ParallelConfig
@@ -59,7 +60,6 @@ from shoestring.shrink.shrink_run import ShrinkRun, check_start, keep_source, re
 from shoestring.shrink.whole_model import EMBED, EMBED_HELP, check_embedding, give_embedding
 from shoestring.state.checkpoint import Checkpointer, ResumeFrom, check_steps, on_main
 from shoestring.state.run_lock import hold_run
-from shoestring.train.cakld import CachedCakld, Cakld, check_gamma, teacher_confidence
 from shoestring.train.cuda_graph import GraphedForwardBackward
 from shoestring.train.data import TokenData, check_pass, rows_per_pass
 from shoestring.train.shards import Corpus, tokenize_corpus

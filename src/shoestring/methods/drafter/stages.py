@@ -19,15 +19,17 @@ from shoestring.config import option, to_json
 from shoestring.errors import UserError
 from shoestring.evals.model_row import corpus_of_run, need_tokenizer
 from shoestring.mesh import Mesh
-from shoestring.model import Decoder, LoadedModel
-from shoestring.report import Curves, Section, Series, Text, run_sections, write_report
-from shoestring.runlog import RunLog
-from shoestring.serve import Sampling
-from shoestring.serve.speculative.draft_model import DraftModel, read_drafter_file, trim_head
-from shoestring.serve.speculative.drafter import Drafter
-from shoestring.serve.speculative.drafter_stack import open_drafter
-from shoestring.serve.speculative.ngram_drafter import NgramDrafter
-from shoestring.shrink.drafter import (
+from shoestring.methods.drafter.acceptance import COMPARED, acceptance_table, compare_drafters, least_at
+from shoestring.methods.drafter.model import (
+    DrafterShape,
+    coverage,
+    frequent_tokens,
+    is_drafter,
+    note_acceptance,
+    save_drafter,
+)
+from shoestring.methods.drafter.objectives import DraftDistill, pick_loss
+from shoestring.methods.drafter.training import (
     Schedule,
     distil,
     forced_acceptance,
@@ -37,16 +39,14 @@ from shoestring.shrink.drafter import (
     reference_losses,
     score_text,
 )
-from shoestring.shrink.drafter_acceptance import COMPARED, acceptance_table, compare_drafters, least_at
-from shoestring.shrink.drafter_model import (
-    DrafterShape,
-    coverage,
-    frequent_tokens,
-    is_drafter,
-    note_acceptance,
-    save_drafter,
-)
-from shoestring.shrink.drafter_objectives import DraftDistill, pick_loss
+from shoestring.model import Decoder, LoadedModel
+from shoestring.report import Curves, Section, Series, Text, run_sections, write_report
+from shoestring.runlog import RunLog
+from shoestring.serve import Sampling
+from shoestring.serve.speculative.draft_model import DraftModel, read_drafter_file, trim_head
+from shoestring.serve.speculative.drafter import Drafter
+from shoestring.serve.speculative.drafter_stack import open_drafter
+from shoestring.serve.speculative.ngram_drafter import NgramDrafter
 from shoestring.shrink.self_text import generate_text
 from shoestring.shrink.shrink_run import check_start
 from shoestring.state.checkpoint import ResumeFrom

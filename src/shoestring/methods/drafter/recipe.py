@@ -29,10 +29,10 @@ from shoestring.config import config_record, to_json
 from shoestring.device import pick_device, pick_dtype
 from shoestring.errors import in_run
 from shoestring.evals.model_row import need_tokenizer, ready
+from shoestring.methods.drafter import stages
+from shoestring.methods.drafter.stages import RECIPE
 from shoestring.model import load_model
 from shoestring.runlog import AS_SAVED, RunLog, open_run_folder, resumable
-from shoestring.shrink import drafter_stages as stages
-from shoestring.shrink.drafter_stages import RECIPE
 from shoestring.shrink.self_text import check_room
 from shoestring.shrink.shrink_run import keep_source
 from shoestring.state.run_lock import hold_run
@@ -40,7 +40,7 @@ from shoestring.state.run_lock import hold_run
 
 @dataclass(frozen=True)
 class Config(stages.DrafterSettings):
-    """shrink/drafter_stages.py has the settings."""
+    """methods/drafter/stages.py has the settings."""
 
 
 def main(cfg: Config) -> Path:

@@ -10,7 +10,7 @@ from shoestring.errors import UserError
 from shoestring.formats import FormatLinear, parse_format
 from shoestring.formats.base import Format
 from shoestring.formats.float_asym import TABLES
-from shoestring.formats.range_gradient import with_range_gradient
+from shoestring.methods.distill.range_gradient import with_range_gradient
 
 
 def weight(dtype: torch.dtype = torch.float32) -> Tensor:

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from shoestring.errors import UserError
 from shoestring.mesh import open_mesh
+from shoestring.methods.distill.cakld import CachedCakld, Cakld, teacher_confidence
 from shoestring.model import Decoder, ModelSpec
 from shoestring.runlog import RunLog
-from shoestring.train.cakld import CachedCakld, Cakld, teacher_confidence
 from shoestring.train.data import TokenData
 from shoestring.train.optim import adamw
 from shoestring.train.shards import TokenShards

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from shoestring.errors import UserError
-from shoestring.model import Decoder, ModelSpec
-from shoestring.shrink.drafter_objectives import (
+from shoestring.methods.drafter.objectives import (
     LOSSES,
     DraftDistill,
     LiveScores,
@@ -20,6 +19,7 @@ from shoestring.shrink.drafter_objectives import (
     pick_loss,
     select_tokens,
 )
+from shoestring.model import Decoder, ModelSpec
 from shoestring.train.step import IGNORED, Micro
 from shoestring.train.teacher_cache import TopK
 

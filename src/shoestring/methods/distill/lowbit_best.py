@@ -51,9 +51,9 @@ from typing import Any
 from shoestring.errors import during
 from shoestring.formats.convert import Rule, store_states
 from shoestring.json_files import read_object
+from shoestring.methods.distill import stages
 from shoestring.model import load_model, save_model
 from shoestring.runlog import write_atomically
-from shoestring.shrink import lowbit_stages as stages
 from shoestring.shrink.clip import Clip
 from shoestring.shrink.mixed_bits import choose_by_damage
 from shoestring.shrink.qat import FallingRates, Rates, build_student, load_grids, relative_adamw
@@ -65,7 +65,7 @@ from shoestring.train.trainer import train
 
 @dataclass(frozen=True)
 class Config(stages.BestSettings):
-    """shrink/lowbit_stages.py has the settings."""
+    """methods/distill/stages.py has the settings."""
 
 
 def main(cfg: Config) -> Path:

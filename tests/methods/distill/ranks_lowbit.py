@@ -19,9 +19,9 @@ from interrupted import dying
 from shoestring.cli.app import run_cli
 from shoestring.formats.convert import format_linears
 from shoestring.formats.linear import local
-from shoestring.shrink import lowbit_stages
+from shoestring.methods.distill import stages as lowbit_stages
+from shoestring.methods.distill.cakld import Cakld
 from shoestring.state.files import AtomicFolder
-from shoestring.train.cakld import Cakld
 
 finish_run, finish_folder = lowbit_stages.finish, AtomicFolder.finish
 WRITTEN: list[str] = []
