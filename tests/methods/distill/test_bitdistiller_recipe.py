@@ -60,7 +60,7 @@ def test_layers_that_a_rule_leaves_dense(cli: Callable[..., str], here: Path) ->
     cli(*(a for a in SMALL if not a.startswith("format")), "data=corpus.jsonl", rules, "run=partly")
     block = load_model(here / "partly").model.blocks[0]
     assert block.mlp.up.packed and not block.mlp.down.packed  # type: ignore[union-attr]
-    assert read_jsonl(here / "partly/evals.jsonl")[-1]["format"] == "int2:g32 + dense + int8:g0"
+    assert read_jsonl(here / "partly/evals.jsonl")[-1]["format"] == "int2:g32 + dense + int8:sym:g0"
 
 
 @pytest.mark.parametrize("stage", ["text", "training"])
