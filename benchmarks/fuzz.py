@@ -20,6 +20,8 @@ FAMILIES = {
     "file": "files of users",
     "settings": "settings of recipes",
     "run": "whole runs of recipes",
+    "publish": "followers that attack a publisher",
+    "follow": "publishers that attack a server",
 }
 ATTACK = "http attack: "
 WORST = 3  # attacks that stand on the page, by either measure

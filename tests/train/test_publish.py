@@ -7,6 +7,7 @@ import threading
 import time
 import zlib
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,13 +19,13 @@ from shoestring.formats import convert, keep_decoded, pack, parse_format
 from shoestring.mesh import open_mesh
 from shoestring.model import Decoder
 from shoestring.runlog import RunLog
-from shoestring.serve.engine.weight_pull import WeightPull, check_catalogue, pieces_by_rank
+from shoestring.serve.engine.weight_pull import BackgroundPull, WeightPull, check_catalogue, pieces_by_rank
 from shoestring.serve.engine.weight_update import WeightTarget
 from shoestring.serve.http.follower import WeightFollower
 from shoestring.state.reshard import exchange
 from shoestring.state.reshard.exchange import Catalogue, Channel, Gone, parse_address
 from shoestring.state.reshard.layouts import REPLICATE, MeshLayout, shard
-from shoestring.train.publish import Publish, WeightsSnapshot
+from shoestring.train.publish import Publish, WeightsSnapshot, check_publish
 from shoestring.train.step import Run
 from tiny import QWEN2, random_model
 
@@ -135,6 +136,71 @@ def test_followers_that_come_while_the_last_version_is_waited_for(publishing: Pu
     assert held == [True]
 
 
+def shards(publishing: Publishing, num: int) -> list[exchange.SnapshotServer]:
+    """The published step from `num` ranks, of which each is asked for its rows."""
+    catalogue, snapshot = publishing.hook.server.catalogue, publishing.hook.server._snapshot
+    assert isinstance(snapshot, WeightsSnapshot)
+    layout = MeshLayout((num,), (shard(0),))
+    cut = Catalogue("run", {n: (shape, dtype, layout) for n, (shape, dtype, _) in catalogue.tensors.items()})
+    servers = [exchange.SnapshotServer(("127.0.0.1", 0), cut) for _ in range(num)]
+    for rank, server in enumerate(servers):
+        server.endpoints = [s.address for s in servers]
+        server.publish(replace(snapshot, digest=str(rank)))
+    return servers
+
+
+def test_what_all_ranks_send_must_be_the_same(publishing: Publishing) -> None:
+    """A table belongs to a weight of which several ranks hold rows."""
+    publishing.train(2)
+    served = random_model(QWEN2, 1)
+    convert(served, [("blocks.*", parse_format("nf3:s2:g32"))])
+    pack(served)
+    servers = shards(publishing, 2)
+    pull = WeightPull(servers[0].address, WeightTarget(served))
+    values, _, _ = pull.pull(2)
+    whole = WeightPull(publishing.address, WeightTarget(served))
+    want, _, _ = whole.pull(2)
+    assert all(torch.equal(values[n][p], t) for n, parts in want.items() for p, t in parts.items())
+    snapshot, name = servers[1]._snapshot, "blocks.0.mlp.up.weight"
+    for forms in snapshot._encoded[name].values():  # type: ignore[union-attr]
+        forms["table"].mul_(2)
+    with pytest.raises(UserError, match=f"sent different 'table' of '{name}'"):
+        pull.pull(2)
+    for one in (pull, whole, *servers):
+        one.close()
+
+
+def test_ranks_on_other_hosts_are_followed_where_that_is_allowed(publishing: Publishing) -> None:
+    publishing.train(2)
+    servers = shards(publishing, 2)
+    servers[0].endpoints = [servers[0].address, ("127.0.0.2", servers[1].address[1])]
+    target = WeightTarget(random_model(QWEN2, 1))
+    with pytest.raises(UserError, match=r"is at '127.0.0.2', another host .* --follow-host"):
+        WeightPull(servers[0].address, target)
+    with pytest.raises(ConnectionRefusedError):  # allowed, and nobody listens there
+        WeightPull(servers[0].address, target, hosts=["127.0.0.2"])
+    for server in servers:
+        server.close()
+
+
+def test_a_share_of_other_weights_of_the_same_step_is_not_written(publishing: Publishing) -> None:
+    """Of a tensor-parallel server: a run that went back publishes a step again."""
+    publishing.train(2)
+    pull = BackgroundPull(publishing.address, WeightTarget(random_model(QWEN2, 1)))
+    first = WeightPull(publishing.address, WeightTarget(random_model(QWEN2, 1)))
+    version = first.pull(2)[1]
+    for digest, taken in (("another", False), (version.digest, True)):
+        pull.begin(2)
+        assert (pull.take(2, digest, 60.0) is not None) == taken
+    assert pull.take(2, version.digest, 60.0) is None  # once
+    with torch.no_grad():
+        publishing.run.model.get_parameter("norm.weight").fill_(float("nan"))
+    publishing.train(2)
+    pull.begin(4)
+    assert pull.take(4, first.pull(4)[1].digest, 60.0) is None
+    first.close()
+
+
 def test_a_model_of_another_kind_is_refused_by_name(publishing: Publishing) -> None:
     publishing.train(2)
     cases = [
@@ -150,19 +216,30 @@ def test_a_model_of_another_kind_is_refused_by_name(publishing: Publishing) -> N
 def test_keys_addresses_and_strangers(publishing: Publishing, monkeypatch: pytest.MonkeyPatch) -> None:
     publishing.train(2)
     target = WeightTarget(random_model(QWEN2))
-    real = exchange._proof
-    monkeypatch.setattr(
-        exchange, "_proof", lambda c: real(c) if threading.current_thread().name != "MainThread" else "no"
-    )
+    monkeypatch.setenv(exchange.KEY, "another")
     with pytest.raises(UserError, match="the key is wrong"):
         WeightPull(publishing.address, target)
-    monkeypatch.setattr(exchange, "_proof", real)
+    monkeypatch.delenv(exchange.KEY)
     for text in ("29600", "host:", ":1", "host:port", "host:99999"):
         with pytest.raises(UserError, match="is not an address"):
             parse_address(text)
     assert parse_address("[::1]:29600") == ("::1", 29600)
     with pytest.raises(UserError, match="cannot publish at"):
         Publishing(random_model(QWEN2), Path("/nowhere"), "203.0.113.7:1")
+    for address, insecure, refused in (
+        ("127.0.0.1:1", False, False),
+        ("[::1]:1", False, False),
+        ("localhost:1", False, False),
+        ("127.example.org:1", False, True),
+        ("10.0.0.7:1", False, True),
+        ("10.0.0.7:1", True, False),
+        ("0.0.0.0:1", False, True),
+    ):
+        with pytest.raises(UserError, match="set SHOESTRING_PUBLISH_KEY") if refused else nullcontext():
+            check_publish(address, insecure)
+    monkeypatch.setenv(exchange.KEY, "secret")
+    check_publish("10.0.0.7:1", False)
+    monkeypatch.delenv(exchange.KEY)
     with socket.create_connection(publishing.address) as stranger:  # not our protocol
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(64))
         while stranger.recv(4096):
@@ -179,8 +256,8 @@ def test_a_follower_that_stops_reading_or_dies_does_not_stop_training(publishing
     publishing.train(2)
     pull = WeightPull(publishing.address, WeightTarget(random_model(QWEN2)))
     channel = pull._ranks[0]._channel
-    rows = [["embed.weight", [0, 0], [96, 64], {"dtype": "F32"}]] * 4000
-    channel.send({"op": "get", "step": 2, "pieces": rows})  # 100 MB that are never read
+    rows = [["embed.weight", [0, 0], [96, 64], 0]] * 4000
+    channel.send({"op": "get", "step": 2, "pieces": rows, "forms": [{"dtype": "F32"}]})  # 100 MB that are never read
     publishing.train(4)  # nothing of it waits for the follower, to which it is still being sent
     assert [c.pulled for c in publishing.hook.server._channels] == [""] and pull._ranks[0]._channel is channel
     other = WeightPull(publishing.address, WeightTarget(random_model(QWEN2)))

@@ -390,6 +390,13 @@ def serve(
         str | None, typer.Option(metavar="HOST:PORT", help="The same for the draft model of --drafter.")
     ] = None,
     follow_older: Annotated[bool, typer.Option("--follow-older", help="Also accept an older step.")] = False,
+    follow_host: Annotated[
+        list[str] | None,
+        typer.Option(help="Address of another machine with ranks of the run that is followed; may be repeated."),
+    ] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Follow over a network without SHOESTRING_PUBLISH_KEY.")
+    ] = False,
     verify: Annotated[
         bool, typer.Option("--verify", help="Check all checksums first, and that no weight is NaN or infinite.")
     ] = False,
@@ -432,6 +439,8 @@ def serve(
         update_wait_s=update_wait,
         follow_drafter=follow_drafter,
         follow_older=follow_older,
+        follow_hosts=tuple(follow_host or ()),
+        insecure=insecure,
     )
     place = pick_device(device)
     if verify:

@@ -31,18 +31,21 @@ from shoestring.formats.linear import local
 from shoestring.formats.registry import from_json
 from shoestring.formats.rounding import cast_weight
 from shoestring.host.page_locked import HostBuffers
+from shoestring.json_files import Fields
 from shoestring.mesh import Mesh
 from shoestring.state.boxes import Box
 from shoestring.state.files import DTYPES
 from shoestring.state.optimizer import parameter_names
 from shoestring.state.reshard.dtensors import layout_of
-from shoestring.state.reshard.exchange import Catalogue, SnapshotServer, parse_address
+from shoestring.state.reshard.exchange import Catalogue, SnapshotServer, check_key, parse_address
 from shoestring.state.reshard.execute import castable
 from shoestring.state.reshard.layouts import REPLICATE, MeshLayout
+from shoestring.state.reshard.version import UnfitWeights
 from shoestring.train.step import Hook, Run
 
 log = logging.getLogger("shoestring.publish")
 NUM_BUFFERS = 3
+MOST_FORMS = 4  # of a tensor, that are kept encoded
 LAST_S = 20.0  # that the end of a run waits for its followers
 
 
@@ -53,6 +56,12 @@ class PublishNothing(Hook):
     def named(self, run: str) -> Iterator[None]:
         """While it trains: what followers call the run."""
         yield
+
+
+def check_publish(address: str | None, insecure: bool) -> None:
+    """Before anything is read."""
+    if address is not None:
+        check_key(parse_address(address), insecure, "publish_insecure=true")
 
 
 def open_publish(model: nn.Module, mesh: Mesh, address: str | None, every: int, last: int) -> PublishNothing:
@@ -195,7 +204,7 @@ class WeightsSnapshot:
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
-        self._encoded: dict[tuple[str, str], dict[str, Tensor]] = {}
+        self._encoded: dict[str, dict[str, dict[str, Tensor]]] = {}  # by name and form
 
     def make_digest(self) -> None:
         found = hashlib.blake2b(digest_size=16)
@@ -219,26 +228,37 @@ class WeightsSnapshot:
             if layer is not None and layer.state_names:
                 raise UserError(f"{name!r} trains in {layer.format.label}; a server of dense weights cannot follow it")
             return {"": t[box.slices(where)].to(dtype)}
-        format = from_json(dict(form["format"]))
+        format = from_json(Fields(form, "the request").object("format"))
+        if len(where.shape) != 2 or not dtype.is_floating_point:
+            raise UserError(f"{name!r} is no matrix that {format.label} holds")
+        shape, cuts = (where.shape[0], where.shape[1]), box.slices(where)
+        format.check(shape)
+        if any(
+            end % b and end != n
+            for s, b, n in zip(cuts, format.block(shape), shape, strict=True)
+            for end in (s.start, s.stop)
+        ):
+            raise UserError(f"{name!r} cannot be cut to {box} in {format.label}")
         parts = self._encode(name, format, dtype, layer)
-        shape = (where.shape[0], where.shape[1])
-        rows, cols = box.slices(where)
-        return {n: p.contiguous() for n, p in format.cut(parts, shape, rows, cols).items()}
+        return {n: p.contiguous() for n, p in format.cut(parts, shape, *cuts).items()}
 
     @torch.no_grad()
     def _encode(self, name: str, format: Format, dtype: torch.dtype, layer: FormatHost | None) -> dict[str, Tensor]:
-        """This rank's shard in a Format; once for all followers."""
-        key = name, f"{format!r} {dtype}"
+        """This rank's shard in a Format; once for all followers while they want few."""
+        key = f"{format!r} {dtype}"
         with self._lock:
-            if key not in self._encoded:
+            forms = self._encoded.setdefault(name, {})
+            if key not in forms:
                 t, state = self.held[name][1], self._state(name, format, layer)
                 w = cast_weight(t.to(self.device), dtype)
                 if not bool(w.isfinite().all()):
-                    raise UserError(f"{name!r} holds NaN or infinite values at step {self.step}; it is not published")
+                    raise UnfitWeights(f"{name!r} holds NaN or infinite values at step {self.step}")
                 trained = layer.format if layer is not None and layer.state_names else format
                 parts = trained.encode(w, {n: s.to(self.device) for n, s in state.items()})
-                self._encoded[key] = {n: p.cpu() for n, p in parts.items()}
-            return self._encoded[key]
+                if len(forms) >= MOST_FORMS:
+                    del forms[next(iter(forms))]
+                forms[key] = {n: p.cpu() for n, p in parts.items()}
+            return forms[key]
 
     def _state(self, name: str, format: Format, layer: FormatHost | None) -> dict[str, Tensor]:
         """What the Format keeps beside the weight: trained with it, or nothing for a dense weight that is rounded."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -22,7 +24,7 @@ from shoestring.serve.engine.runner import Batch
 from shoestring.serve.engine.weight_update import WeightTarget
 from shoestring.serve.speculative.draft_model import DraftModel
 from shoestring.serve.speculative.drafter_stack import DrafterStack
-from shoestring.state.reshard.version import WeightsVersion
+from shoestring.state.reshard.version import UnfitWeights, WeightsVersion
 from tiny import QWEN2, random_model, tiny_decoder
 
 PROMPT = [(7 * i + 3) % 29 for i in range(40)]  # two whole blocks of 16 and more
@@ -312,6 +314,19 @@ def test_a_draft_model_takes_weights_of_its_own(graphs: bool) -> None:
     assert again == request.new_tokens and all(accepted == drafted for drafted, accepted in counts[before:])
 
 
+def with_scale(values: dict[str, dict[str, torch.Tensor]], scale: float) -> dict[str, dict[str, torch.Tensor]]:
+    name = "blocks.0.attn.q.weight"
+    return {**values, name: {**values[name], "scale": torch.full_like(values[name]["scale"], scale)}}
+
+
+def test_a_scale_whose_products_leave_fp16_is_refused() -> None:
+    model, good = packed(0), values_of(packed(1))
+    model.compute_dtype = torch.float16
+    for scale, fits in ((100.0, True), (300.0, False)):
+        with nullcontext() if fits else pytest.raises(UnfitWeights):
+            WeightTarget(model).prepare(with_scale(good, scale))
+
+
 def test_values_that_do_not_fit_change_nothing() -> None:
     model = packed(0)
     target, good = WeightTarget(model), values_of(packed(1))
@@ -323,6 +338,9 @@ def test_values_that_do_not_fit_change_nothing() -> None:
         ({**good, "more": {"": torch.zeros(1)}}, "has 'more'"),
         ({**good, "norm.weight": {"": torch.zeros(3)}}, "needs"),
         ({**good, "blocks.0.attn.q.weight": {"": torch.zeros(64, 64)}}, "needs"),
+        ({**good, "norm.weight": {"": torch.full((64,), math.nan)}}, "'norm.weight' holds NaN"),
+        ({**good, "norm.weight": {"": torch.full((64,), 1e16)}}, "far too large"),
+        (with_scale(good, math.inf), "'blocks.0.attn.q.weight scale' holds NaN, infinite"),
     ):
         with pytest.raises(UserError, match=line):
             engine.update_weights(target, bad, V1)

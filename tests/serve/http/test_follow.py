@@ -155,6 +155,30 @@ def test_versions_are_taken_over_and_shown(trainer: Trainer, caplog: pytest.LogC
         assert complete(service, 12)["text"] == expected(5, 12)
 
 
+def test_weights_that_are_not_finite_are_refused_and_counted(
+    trainer: Trainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused(service: Any) -> float:
+        lines = get(service, "/metrics").splitlines()
+        return next(float(x.split()[-1]) for x in lines if x.startswith("shoestring:weights_updates_refused_total{"))
+
+    trainer.publish(1)
+    with running(follow=trainer.address) as service:
+        wait_for(lambda: step_of(service) == 1)
+        for step, bad in ((2, math.nan), (3, -math.inf), (4, 1e20)):
+            with torch.no_grad():
+                trainer.model.load_state_dict(weights_of(step).state_dict())
+                next(trainer.model.parameters()).view(-1)[7] = bad
+            trainer.run.step = step
+            trainer.hook.after_step(trainer.run)
+            wait_for(lambda n=step - 1: refused(service) == n)
+        assert "run-a@4 is not taken: 'embed.weight' holds NaN, infinite or far too large values" in caplog.text
+        assert step_of(service) == 1 and complete(service, 12)["text"] == expected(1, 12)
+        trainer.publish(5)  # over the same connection, at once
+        wait_for(lambda: step_of(service) == 5)
+        assert complete(service, 12)["text"] == expected(5, 12)
+
+
 @pytest.mark.parametrize("mode", ["drain", "recompute"])
 def test_texts_that_run_while_weights_change(trainer: Trainer, mode: str) -> None:
     trainer.publish(1)
@@ -272,7 +296,12 @@ def test_a_text_is_written_with_the_weights_that_scored_its_prompt() -> None:
     assert versions_of(first, scored, late) == [[None], [None], [NEW]]
 
 
-def test_options() -> None:
+def test_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=r"^10.0.0.7:29600 is reached over a network: set SHOESTRING_.*--insecure$"):
+        ServeOptions(follow="10.0.0.7:29600")
+    assert ServeOptions(follow="10.0.0.7:29600", insecure=True)
+    monkeypatch.setenv("SHOESTRING_PUBLISH_KEY", "secret")
+    assert ServeOptions(follow="10.0.0.7:29600")
     with pytest.raises(UserError, match="needs a draft model"):
         ServeOptions(follow_drafter="127.0.0.1:9")
     with pytest.raises(UserError, match="is not an address"):

@@ -41,7 +41,7 @@ from shoestring.train.cuda_graph import GraphedForwardBackward, check_graph
 from shoestring.train.data import TokenData, check_pass, rows_per_pass
 from shoestring.train.objectives import CrossEntropy
 from shoestring.train.optim import SCHEDULES
-from shoestring.train.publish import open_publish
+from shoestring.train.publish import check_publish, open_publish
 from shoestring.train.reducers.build import ReducerConfig, build_optimizer, build_reducer, check_reducer
 from shoestring.train.reducers.plan_log import report_sections
 from shoestring.train.shards import CorpusConfig, load_corpus
@@ -98,6 +98,9 @@ class Config(CheckpointConfig, ReducerConfig, pretraining.ModelConfig, CorpusCon
         None, "HOST:PORT at which servers follow this run (`shoestring serve --follow`)", advanced=True
     )
     publish_every: int = option(50, "steps between published weights", least=1, advanced=True)
+    publish_insecure: bool = option(
+        False, "publish at an address of a network without SHOESTRING_PUBLISH_KEY: whoever reaches it", advanced=True
+    )
     run: str | None = option(None, "folder for this run; none makes runs/RECIPE-DATE")
     resume: str | None = option(None, "a run folder to continue; its settings are used")
     resume_from: ResumeFrom = option(
@@ -139,6 +142,7 @@ def pretrain(
     check_checkpoints(cfg, saved=None if cfg.resume is None else read_config(Path(cfg.resume)).get("config"))
     pretraining.check_model(cfg, vocab_size=cfg.vocab_size, context=cfg.context)
     check_reducer(cfg, cfg.mesh)
+    check_publish(cfg.publish, cfg.publish_insecure)
     mesh = open_mesh(cfg.mesh, cfg.device)
     if cfg.graph:
         check_graph(mesh)

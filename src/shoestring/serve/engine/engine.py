@@ -312,7 +312,7 @@ class Engine:
         if target.model is not self.model:
             self._update_drafter(target, prepared, version)
             return outputs
-        if not self.runner.agree_on_weights(version.step):
+        if not self.runner.agree_on_weights(version):
             raise UpdateRefused(f"another process could not get the weights of {version}; nothing was changed", outputs)
         for request in reversed(self.running):
             self.scheduler.set_back(request)

@@ -159,7 +159,7 @@ class Runner:
     def announce_weights(self, step: int) -> None:
         """New weights are being pulled here: the processes that follow this one pull theirs."""
 
-    def agree_on_weights(self, step: int) -> bool:
+    def agree_on_weights(self, version: WeightsVersion) -> bool:
         """Whether all processes have those weights and write them now."""
         return True
 

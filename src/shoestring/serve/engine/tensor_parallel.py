@@ -46,6 +46,7 @@ from shoestring.serve.engine.rank_failure import LOST_AFTER_S, RankFailureWatch
 from shoestring.serve.engine.runner import Batch, Runner
 from shoestring.serve.engine.weight_pull import BackgroundPull
 from shoestring.serve.engine.weight_update import WeightTarget
+from shoestring.state.reshard.version import WeightsVersion
 
 WHOLE_MODEL = -1  # instead of the number of a skip set
 PULL_S = 10.0  # that the others may take longer than the first process to pull their share
@@ -63,7 +64,7 @@ class Order(IntEnum):
     SCORE_ON = 8  # the next part of the last SCORE or EMBED
     EMBED = 9  # the vectors of some texts, the first part
     PULL = 10  # the weights of a published step, beside the work
-    SWAP = 11  # write them, if every process has them
+    SWAP = 11  # write them, if every process has them: step, digest as bytes
 
 
 def open_ranks(device: str = "auto", *, lost_after_s: float = LOST_AFTER_S) -> Ranks | None:
@@ -160,10 +161,10 @@ class Ranks:
         dist.all_reduce(flag, dist.ReduceOp.MIN, group=self._group)
         return bool(flag)
 
-    def _swap(self, step: int, pull: BackgroundPull | None, runner: Runner | None) -> None:
-        taken = None if pull is None else pull.take(step, PULL_S)
-        if self.all_have(taken is not None) and pull is not None and taken is not None and runner is not None:
-            pull.target.prepare(taken[0]).write_()
+    def _swap(self, step: int, digest: str, pull: BackgroundPull | None, runner: Runner | None) -> None:
+        taken = None if pull is None else pull.take(step, digest, PULL_S)
+        if self.all_have(taken is not None) and taken is not None and runner is not None:
+            taken[0].write_()
             runner.weights_written(taken[1])
 
     @torch.no_grad()
@@ -205,7 +206,7 @@ class Ranks:
                     if pull is not None:
                         pull.begin(body[0])
                 elif order is Order.SWAP:
-                    self._swap(body[0], pull, runner)
+                    self._swap(body[0], bytes(body[1:]).decode(), pull, runner)
                 else:
                     assert runner is not None
                     skip = None if body[0] == WHOLE_MODEL else skips[body[0]]
@@ -248,9 +249,9 @@ class LeadRunner(Runner):
         with self._ranks.lockstep():
             self._ranks.send(Order.PULL, [step])
 
-    def agree_on_weights(self, step: int) -> bool:
+    def agree_on_weights(self, version: WeightsVersion) -> bool:
         with self._ranks.lockstep():
-            self._ranks.send(Order.SWAP, [step])
+            self._ranks.send(Order.SWAP, [version.step, *version.digest.encode()])
             return self._ranks.all_have(True)
 
     def prompt_logprob_parts(

@@ -9,18 +9,18 @@ from __future__ import annotations
 import hashlib
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from shoestring.errors import UserError
-from shoestring.serve.engine.weight_update import Values, WantedWeight, WeightTarget
+from shoestring.errors import UserError, shown
+from shoestring.serve.engine.weight_update import PreparedWeights, WantedWeight, WeightTarget
 from shoestring.state.boxes import Box
 from shoestring.state.files import DTYPE_NAMES
-from shoestring.state.reshard.exchange import Catalogue, Gone, Offered, Publisher, WantedPiece
+from shoestring.state.reshard.exchange import Catalogue, Gone, Offered, Publisher, WantedPiece, plain_host
 from shoestring.state.reshard.layouts import BoxLayout
 from shoestring.state.reshard.plan import make_plan
 from shoestring.state.reshard.tasks import MovedTensor
@@ -33,8 +33,11 @@ HERE = 1 << 24  # this process's rank in plans: above any rank of a publisher
 class WeightPull:
     """Connections to all ranks of a publisher, and what is asked of each. Not thread-safe."""
 
-    def __init__(self, address: tuple[str, int], target: WeightTarget, timeout_s: float = 30.0) -> None:
-        """UserError for a publisher whose model is another one."""
+    def __init__(
+        self, address: tuple[str, int], target: WeightTarget, *, hosts: Collection[str] = (), timeout_s: float = 30.0
+    ) -> None:
+        """`hosts`: where ranks may listen besides the host of the address. UserError for a publisher whose model is
+        another one."""
         self.target = target
         self._values: dict[str, dict[str, Tensor]] | None = None
         first = Publisher(address, timeout_s)
@@ -43,8 +46,14 @@ class WeightPull:
             self.run = first.catalogue.run
             check_catalogue(first.catalogue, target.wanted)
             self._pieces = pieces_by_rank(first.catalogue, target.wanted)
-            for endpoint in first.endpoints[1:]:
-                self._ranks.append(Publisher(endpoint, timeout_s))
+            allowed = {first.host, *map(plain_host, hosts)}
+            for host, port in first.endpoints[1:]:
+                if plain_host(host) not in allowed:
+                    raise UserError(
+                        f"a rank of {self.run} is at {shown(host)}, another host than the one followed; allow it with "
+                        "--follow-host"
+                    )
+                self._ranks.append(Publisher((host, port), timeout_s))
         except BaseException:
             self.close()
             raise
@@ -65,46 +74,51 @@ class WeightPull:
             if first is None or found is None or first.step != step or found.place != first.place:
                 raise Gone(f"step {step} has been replaced")
             digests.append(found.digest)
-        if self._values is None:
+        if self._values is None:  # the engine has taken over what was written there before
             self._values = self.target.empty()
-        values = self._values
+        places = {rank: [self._place(piece) for piece in pieces] for rank, pieces in self._pieces.items()}
         sizes, errors = [0] * len(self._ranks), []
 
-        def pull_from(place: int) -> None:
+        def pull_from(rank: int) -> None:
             try:
-                write = partial(self._write, values)
-                sizes[place] = self._ranks[place].pull(step, digests[place], self._pieces[place], write)
+                sizes[rank] = self._ranks[rank].pull(step, digests[rank], self._pieces[rank], places[rank])
             except BaseException as error:
                 errors.append(error)
 
-        threads = [threading.Thread(target=pull_from, args=(i,), daemon=True) for i in self._pieces]
+        threads = [threading.Thread(target=pull_from, args=(rank,), daemon=True) for rank in self._pieces]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
         if errors:
             raise errors[0]
+        self._join_whole_parts(places)
         digest = hashlib.blake2b("".join(digests).encode(), digest_size=16).hexdigest()
-        return values, WeightsVersion(self.run, step, digest), sum(sizes)
+        return self._values, WeightsVersion(self.run, step, digest), sum(sizes)
 
-    def _write(self, values: Values, piece: WantedPiece, part: str, t: Tensor) -> None:
-        into = self._region(values, piece, part)
-        if into.shape != t.shape or into.dtype != t.dtype:
-            raise UserError(
-                f"the publisher sent {list(t.shape)} {t.dtype} for a part of {piece.name!r} that has "
-                f"{list(into.shape)} {into.dtype} here"
-            )
-        into.copy_(t)
-
-    def _region(self, values: Values, piece: WantedPiece, part: str) -> Tensor:
-        """Where a part of a piece lies among the values."""
-        want, held = self.target.wanted[piece.name], values[piece.name]
-        if part not in held:
-            raise UserError(f"the publisher sent {part!r} of {piece.name!r}, which is not wanted")
+    def _place(self, piece: WantedPiece) -> dict[str, Tensor]:
+        """Where the parts of a piece are to be written: among the values, or what belongs to all pieces of a weight
+        (tables) apart."""
+        assert self._values is not None
+        want, held = self.target.wanted[piece.name], self._values[piece.name]
         rows = piece.box.slices(want.box)
         if want.format is None:
-            return held[part][rows]
-        return want.format.cut(dict(held), (want.box.shape[0], want.box.shape[1]), *rows)[part]
+            return {part: t[rows] for part, t in held.items()}
+        cut = want.format.cut(dict(held), (want.box.shape[0], want.box.shape[1]), *rows)
+        return {n: torch.empty_like(t) if n in want.format.whole_parts else t for n, t in cut.items()}
+
+    def _join_whole_parts(self, places: Mapping[int, list[dict[str, Tensor]]]) -> None:
+        assert self._values is not None
+        seen: set[tuple[str, str]] = set()
+        for rank, pieces in self._pieces.items():
+            for piece, parts in zip(pieces, places[rank], strict=True):
+                format = self.target.wanted[piece.name].format
+                for part in () if format is None else format.whole_parts:
+                    into = self._values[piece.name][part]
+                    if (piece.name, part) in seen and not torch.equal(into, parts[part]):
+                        raise UserError(f"the ranks of {self.run} sent different {part!r} of {piece.name!r}")
+                    into.copy_(parts[part])
+                    seen.add((piece.name, part))
 
     def close(self) -> None:
         for rank in self._ranks:
@@ -112,36 +126,36 @@ class WeightPull:
 
 
 class BackgroundPull:
-    """For the other processes of a tensor-parallel server: pulls this process's share while it computes."""
+    """For the other processes of a tensor-parallel server: pulls and prepares their share while they compute."""
 
-    def __init__(self, address: tuple[str, int], target: WeightTarget) -> None:
-        self.address, self.target = address, target
+    def __init__(self, address: tuple[str, int], target: WeightTarget, hosts: Collection[str] = ()) -> None:
+        self.address, self.target, self.hosts = address, target, hosts
         self._worker = ThreadPoolExecutor(1, "shoestring-pull")
-        self._step = -1
-        self._pulled: Future[tuple[dict[str, dict[str, Tensor]], WeightsVersion, int]] | None = None
+        self._pulled: Future[tuple[PreparedWeights, WeightsVersion]] | None = None
 
     def begin(self, step: int) -> None:
-        self._step, self._pulled = step, self._worker.submit(self._pull, step)
+        self._pulled = self._worker.submit(self._pull, step)
 
-    def _pull(self, step: int) -> tuple[dict[str, dict[str, Tensor]], WeightsVersion, int]:
-        pull = WeightPull(self.address, self.target)
+    def _pull(self, step: int) -> tuple[PreparedWeights, WeightsVersion]:
+        pull = WeightPull(self.address, self.target, hosts=self.hosts)
         try:
-            return pull.pull(step)
+            values, version, _ = pull.pull(step)
+            return self.target.prepare(values), version
         finally:
             pull.close()
 
-    def take(self, step: int, seconds: float) -> tuple[dict[str, dict[str, Tensor]], WeightsVersion] | None:
-        """What was pulled; None where it is not there in time or could not be had."""
+    def take(self, step: int, digest: str, seconds: float) -> tuple[PreparedWeights, WeightsVersion] | None:
+        """What was pulled; None where it is not there in time, could not be had, or is of other weights: a run that has
+        gone back publishes a step again."""
         pulled, self._pulled = self._pulled, None
-        if pulled is None or self._step != step:
+        if pulled is None:
             return None
         try:
-            values, version, _ = pulled.result(seconds)
-            self.target.check(values)
-            return values, version
+            prepared, version = pulled.result(seconds)
         except (OSError, UserError, TimeoutError) as error:
             log.warning("this process has no weights of step %d: %s", step, error)
             return None
+        return (prepared, version) if (version.step, version.digest) == (step, digest) else None
 
 
 def check_catalogue(catalogue: Catalogue, wanted: Mapping[str, WantedWeight]) -> None:

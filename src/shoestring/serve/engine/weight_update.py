@@ -9,7 +9,8 @@ Addresses stay, so CUDA graphs stay valid. A served weight exists in several for
     CPU step            made again
 
 `WeightTarget.wanted` says what a publisher must send: a tensor by name, or the parts of a Format. `prepare` takes all
-of it or raises before the first byte is written. `Engine.update_weights` makes sure that no step is in flight.
+of it, on the device finite and not so large that products overflow, or raises before the first byte is written.
+`Engine.update_weights` makes sure that no step is in flight.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ from shoestring.kernels.comm.copy_table import CopyTable
 from shoestring.model.mesh_layouts import layout_on
 from shoestring.model.transformer import Decoder
 from shoestring.state.boxes import Box, local_box
+from shoestring.state.reshard.version import UnfitWeights
 
+LARGEST = 1e15  # of a weight's magnitude: products of two larger ones, summed, leave the range of bf16 and fp32
 SPARE = 1.2  # free memory, in sizes of the new weights, that lets them wait on the GPU
 Values = Mapping[str, Mapping[str, Tensor]]  # name of a weight -> its parts; a plain tensor has the one part ""
 
@@ -100,15 +103,31 @@ class WeightTarget:
             staged = device.type == "cuda" and torch.cuda.mem_get_info(device)[0] > SPARE * num_bytes
         stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         with torch.cuda.stream(stream):
+            if staged:
+                values = {n: {p: t.to(device, non_blocking=True) for p, t in v.items()} for n, v in values.items()}
+            self._check_numbers(values)
             write = self._on_device(values) if staged else self._on_host(values)
         if stream is not None:
             stream.synchronize()
         return PreparedWeights(device, write)
 
-    def _on_device(self, values: Values) -> Callable[[], None]:
-        sent = {
-            n: {p: t.to(self.model.device, non_blocking=True) for p, t in parts.items()} for n, parts in values.items()
-        }
+    def _check_numbers(self, values: Values) -> None:
+        """UnfitWeights for values that make every answer NaN."""
+        fits: dict[str, Tensor] = {}
+        for name, parts in values.items():
+            most = LARGEST
+            if name in self._hosts:  # a scale multiplies codes of up to 8 bits
+                most = min(most, torch.finfo(self.model.compute_dtype).max / 256)
+            for part, t in parts.items():
+                if t.is_floating_point() and t.numel():
+                    t = t.to(self.model.device, non_blocking=True)
+                    low, high = torch.aminmax(t.bfloat16() if t.itemsize == 1 else t)
+                    fits[f"{name} {part}".rstrip()] = (low.float() >= -most) & (high.float() <= most)  # not where NaN
+        if fits and not all(found := torch.stack(list(fits.values())).tolist()):
+            name = list(fits)[found.index(False)]
+            raise UnfitWeights(f"{name!r} holds NaN, infinite or far too large values; nothing was changed")
+
+    def _on_device(self, sent: Values) -> Callable[[], None]:
         new = {n: as_held(self._hosts[n], parts) if n in self._hosts else parts for n, parts in sent.items()}
         copies = CopyTable(pair for n, parts in new.items() for pair in self._pairs(n, parts))
 

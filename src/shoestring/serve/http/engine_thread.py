@@ -226,8 +226,8 @@ class EngineThread:
         except UserError as error:
             update.error = error
         update.stall_s = engine.clock() - began
-        if self.serves(update.target):
-            self.metrics.note_weights(update.version, update.stall_s, taken=update.error is None)
+        if update.error is None and self.serves(update.target):
+            self.metrics.note_weights(update.version, update.stall_s)
         update.done.set()
 
     def _read_inbox(self, wait: bool = True) -> bool:

@@ -2,7 +2,7 @@
 
 A thread of its own. Whatever goes wrong (no publisher, a lost connection, another architecture) is one line in the log
 and a new try later; the server goes on with the weights it has. A version is pulled whole and checked before the engine
-hears of it.
+hears of it. Versions that are refused are counted (weights_updates_refused_total).
 """
 
 from __future__ import annotations
@@ -10,15 +10,16 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Collection
 
-from shoestring.errors import UserError
+from shoestring.errors import UserError, shortened
 from shoestring.serve.engine.weight_pull import WeightPull
 from shoestring.serve.engine.weight_update import WeightTarget
 from shoestring.serve.http.engine_thread import EngineThread
 from shoestring.state.reshard.exchange import Gone, Offered
-from shoestring.state.reshard.version import WeightsVersion
+from shoestring.state.reshard.version import UnfitWeights, WeightsVersion
 
-RETRY_S = 2.0
+RETRY_S = 1.0
 RETRY_OTHER_S = 30.0  # after a publisher of another model
 WAIT_S = 5.0  # for the next version, at a time
 log = logging.getLogger("shoestring.serve")
@@ -26,10 +27,17 @@ log = logging.getLogger("shoestring.serve")
 
 class WeightFollower:
     def __init__(
-        self, address: tuple[str, int], target: WeightTarget, engine_thread: EngineThread, *, older: bool = False
+        self,
+        address: tuple[str, int],
+        target: WeightTarget,
+        engine_thread: EngineThread,
+        *,
+        older: bool = False,
+        hosts: Collection[str] = (),
     ) -> None:
         """`target`: the model's, or that of its draft model. `older`: also take a step that is before the one served
-        now."""
+        now. `hosts`: of further ranks of the run."""
+        self.hosts = hosts
         self.address, self.target, self.engine_thread, self.older = address, target, engine_thread, older
         self.version: WeightsVersion | None = None
         self._turns = 0  # of that version
@@ -49,7 +57,7 @@ class WeightFollower:
         while not self._stopping.is_set():
             pause = RETRY_S
             try:
-                pull = WeightPull(self.address, self.target)
+                pull = WeightPull(self.address, self.target, hosts=self.hosts)
                 try:
                     self._say(f"following {pull.run} at {where}")
                     self._follow(pull)
@@ -58,7 +66,7 @@ class WeightFollower:
             except OSError as error:
                 self._say(f"no publisher at {where} ({error.strerror or error}); trying again")
             except UserError as error:
-                self._say(f"cannot follow {where}: {error}; trying again")
+                self._say(f"cannot follow {where}: {shortened(str(error), 600)}; trying again")
                 pause = RETRY_OTHER_S
             except Exception:  # a defect of ours must not take the server down
                 log.exception("following %s failed; trying again", where)
@@ -95,6 +103,12 @@ class WeightFollower:
                 self._turns = found.turns
             except Gone:
                 seen = None  # a newer one is there
+            except UnfitWeights as error:
+                self.engine_thread.metrics.weights_refused.inc()
+                log.warning("%s is not taken: %s", version, error)
+            except UserError:
+                self.engine_thread.metrics.weights_refused.inc()
+                raise
 
     def _take(self, pull: WeightPull, step: int) -> None:
         began = time.monotonic()

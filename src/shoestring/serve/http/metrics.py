@@ -90,7 +90,10 @@ class Metrics:
         self.latency = histogram("e2e_request_latency_seconds", "Arrival to last token", _SECONDS)
         self.weights_step = gauge("weights_step", "Training step of the weights that are served; 0: as loaded")
         self.weights_taken = counter("weights_updates", "Weights that were replaced while the server ran")
-        self.weights_refused = counter("weights_updates_refused", "Weights that did not fit the model")
+        self.weights_refused = counter(
+            "weights_updates_refused",
+            "Weights that were not taken over: incomplete, damaged, not finite, or of another model",
+        )
         self.weights_stall = histogram(
             "weights_update_stall_seconds", "Engine at a standstill for new weights", _SECONDS
         )
@@ -107,13 +110,10 @@ class Metrics:
             self.accepted_at.labels(self._model, place).inc(total - self._counted.get(f"at {place}", 0))
             self._counted[f"at {place}"] = total
 
-    def note_weights(self, version: WeightsVersion, stall_s: float, *, taken: bool) -> None:
-        if taken:
-            self.weights_step.set(version.step)
-            self.weights_taken.inc()
-            self.weights_stall.observe(stall_s)
-        else:
-            self.weights_refused.inc()
+    def note_weights(self, version: WeightsVersion, stall_s: float) -> None:
+        self.weights_step.set(version.step)
+        self.weights_taken.inc()
+        self.weights_stall.observe(stall_s)
 
     def count_finished(self, reason: str) -> None:
         self.finished.labels(self._model, reason).inc()

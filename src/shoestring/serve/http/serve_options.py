@@ -11,7 +11,7 @@ from shoestring.serve.engine.embedding import POOLINGS
 from shoestring.serve.engine.rank_failure import LOST_AFTER_S
 from shoestring.serve.http.engine_thread import OnUpdate
 from shoestring.serve.http.tool_calls import FORMAT_NAMES
-from shoestring.state.reshard.exchange import parse_address
+from shoestring.state.reshard.exchange import check_key, parse_address
 
 MOST_S = 365 * 86400.0  # timers take no infinite time
 MOST_MB = 1e6  # of a body: more than any memory
@@ -50,6 +50,8 @@ class ServeOptions:
     update_wait_s: float = 30.0  # that `drain` waits for them
     follow_drafter: str | None = None  # HOST:PORT of a training run of the draft model
     follow_older: bool = False  # also take a step before the one that is served
+    follow_hosts: tuple[str, ...] = ()  # where ranks of the run may listen, besides the host that is followed
+    insecure: bool = False  # follow an address of a network without a key
 
     def __post_init__(self) -> None:
         at_most = f"and at most {MOST_S:.0f} (a year)"
@@ -91,6 +93,8 @@ class ServeOptions:
         for address in (self.follow, self.follow_drafter):
             if address is not None and parse_address(address)[1] == 0:
                 raise UserError(f"nobody publishes at port 0 ({address}); give the HOST:PORT of a training run")
+            if address is not None:
+                check_key(parse_address(address), self.insecure, "--insecure")
         if self.follow_drafter is not None and self.drafter is None:
             raise UserError("--follow-drafter needs a draft model to update; give --drafter its folder")
         if any(not key.isascii() or not key.strip() for key in self.api_keys):

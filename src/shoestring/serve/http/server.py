@@ -150,10 +150,10 @@ class Service:
                 raise UserError("an encoder cannot follow a training run; leave --follow out")
             target = WeightTarget(model) if ranks is None else ranks.weight_target(model)
             address = parse_address(options.follow)
-            self.followers.append(WeightFollower(address, target, self.engine_thread, older=options.follow_older))
+            self._follow(address, target)
         if options.follow_drafter is not None:
             address, target = parse_address(options.follow_drafter), _draft_target(drafter)
-            self.followers.append(WeightFollower(address, target, self.engine_thread, older=options.follow_older))
+            self._follow(address, target)
         if ranks is not None:
             ranks.failure_watch.on_failure = self._rank_failed
         facts = self.engine_thread.facts(max(64, 2 * max_running) if options.max_queue is None else options.max_queue)
@@ -169,6 +169,10 @@ class Service:
             http_process.open(listener, name, options.pooling, tokenizer, facts, self.engine_thread)
             self.stop = http_process.stop
             self._run_http = partial(http_process.run, self.engine_thread, grammars)
+
+    def _follow(self, address: tuple[str, int], target: WeightTarget) -> None:
+        older, hosts = self.options.follow_older, self.options.follow_hosts
+        self.followers.append(WeightFollower(address, target, self.engine_thread, older=older, hosts=hosts))
 
     def run(self, on_started: Callable[[], None] = lambda: None) -> None:
         self.engine_thread.start()
@@ -252,7 +256,8 @@ def _main(
             signal.signal(sig, signal.SIG_IGN)  # the first process drains and needs this one meanwhile
         pull = None
         if options.follow is not None:
-            pull = BackgroundPull(parse_address(options.follow), ranks.weight_target(loaded.model))
+            target = ranks.weight_target(loaded.model)
+            pull = BackgroundPull(parse_address(options.follow), target, options.follow_hosts)
         ranks.follow(loaded.model, pull)
         return ranks.close()
     try:

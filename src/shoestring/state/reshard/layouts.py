@@ -20,13 +20,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 
-from shoestring.errors import UserError
+from shoestring.errors import UserError, shown
 from shoestring.state.boxes import Box
 
 Tile = tuple[Box, tuple[int, ...]]  # a box, and the ranks that hold it, ascending
 Interval = tuple[int, int]
 
-_PLACEMENT = re.compile(r"^(?:R|S\((\d+)\)|_S\((\d+), ?(\d+)\))$")
+_PLACEMENT = re.compile(r"^(?:R|S\((\d{1,9})\)|_S\((\d{1,9}), ?(\d{1,9})\))$")
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Placement:
         """From torch's own short form: R, S(0), _S(0, 2)."""
         found = _PLACEMENT.match(text.strip())
         if found is None:
-            raise UserError(f"{text!r} is not a placement; give R (replicate), S(DIM) or _S(DIM, SPLIT_FACTOR)")
+            raise UserError(f"{shown(text)} is not a placement; give R (replicate), S(DIM) or _S(DIM, SPLIT_FACTOR)")
         dim, strided, factor = found.groups()
         if strided is not None:
             return Placement(int(strided), max(1, int(factor)))

@@ -42,6 +42,7 @@ from shoestring.state.reshard.tasks import (
 from shoestring.state.reshard.topology import Topology
 
 VERSION = 1
+MOST_AXES = 16  # of a mesh
 STRIPE_BYTES = 1 << 16  # smaller stripes are not worth a message
 SPLIT_JOBS = 512  # at most, after bundles were split to balance the senders
 SPLIT_GAIN = 0.98  # a split must shorten the makespan at least to this share
@@ -452,7 +453,7 @@ def layout_to_json(layout: Layout) -> dict[str, Any]:
     return {"boxes": [[rank, list(b.start), list(b.stop)] for rank, b in layout.boxes]}
 
 
-def layout_from_json(data: Any, where: str) -> Layout:
+def layout_from_json(data: Any, where: str, most_ranks: int = 1 << 20) -> Layout:
     if not isinstance(data, dict):
         raise UserError(f"{where}: a layout must be an object, not {shown(data)}")
     fields = Fields(data, where)
@@ -461,8 +462,10 @@ def layout_from_json(data: Any, where: str) -> Layout:
         return BoxLayout(tuple((_whole(rank, where), _box(start, stop, where)) for rank, start, stop in boxes))
     placements = tuple(Placement.parse(p if isinstance(p, str) else shown(p)) for p in fields.list("placements"))
     sizes, ranks = _wholes(fields.list("mesh"), where), _wholes(fields.list("ranks", []), where)
-    if math.prod(sizes) > 1 << 20:
-        raise UserError(f"{where}: a mesh of {list(sizes)} has more than a million ranks")
+    if len(sizes) > MOST_AXES or math.prod(sizes) > most_ranks or max(ranks, default=0) >= most_ranks:
+        raise UserError(f"{where}: a mesh of {shown(list(sizes))} has more axes or ranks than the {most_ranks:,} known")
+    if any(p.split_factor > most_ranks for p in placements):
+        raise UserError(f"{where}: {shown(fields.list('placements'))} cuts into more pieces than there are ranks")
     return MeshLayout(sizes, placements, ranks)
 
 

@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shoestring.errors import UserError
+
+
+class UnfitWeights(UserError):
+    """The values of this version must not be served; those of a later one may."""
+
 
 @dataclass(frozen=True)
 class WeightsVersion:
