@@ -208,6 +208,9 @@ def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     Processes with torchrun's environment: a failing rank fails the test with its own output. As under torchrun, the
     store in which they meet belongs to this process. A free port that is closed again for the first rank to take may be
     taken by another run of tests in between, and ranks of both would then meet in one store.
+
+    `fresh`: for ranks that use a GPU. CUDA does not work in a fork of a process that has asked for devices, and what is
+    imported for the forks does.
     """
     import torch.distributed as dist
 
@@ -216,7 +219,7 @@ def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
 
-    def start(num_ranks: int, script: Path | str, *args: str, timeout: float = 300) -> str:
+    def start(num_ranks: int, script: Path | str, *args: str, timeout: float = 300, fresh: bool = False) -> str:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         env = {
             **os.environ,
@@ -233,7 +236,8 @@ def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
         procs = []
         for r, log in enumerate(logs):
             own = {**env, "RANK": str(r), "LOCAL_RANK": str(r)}
-            procs.append(context.Process(target=run_script, args=(str(script), list(args), own, str(log))))
+            process = multiprocessing.get_context("spawn").Process if fresh else context.Process
+            procs.append(process(target=run_script, args=(str(script), list(args), own, str(log))))
             procs[-1].start()
         deadline = time.monotonic() + timeout
         try:

@@ -24,7 +24,7 @@ def test_reshard_on_four_ranks(run_ranks: Callable[..., str]) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_two_processes_share_gpu_memory(run_ranks: Callable[..., str]) -> None:
-    assert "equal" in run_ranks(2, SCRIPT.with_name("ranks_reshard_ipc.py"), timeout=60)
+    assert "equal" in run_ranks(2, SCRIPT.with_name("ranks_reshard_ipc.py"), timeout=120, fresh=True)
 
 
 @pytest.mark.parametrize("num", [1, 4096, 10_000])

@@ -1,0 +1,100 @@
+"""The house in numbers: how large its rooms, files and classes are, how far things walk, how long the tests take.
+
+    python -m benchmarks.house                              count the tree and record it
+    python -m benchmarks.house --tests pytest.log           also the seconds of a whole `make test`, from its output
+
+Lines are those of Python, CUDA, C++ and the web page, with comments and blank lines. A walk is a numbered list under
+"The five walks" in docs/design.md; a station is one item of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+from pathlib import Path
+
+from benchmarks.results import markdown, newest, provenance, record
+
+REPO = Path(__file__).resolve().parents[1]
+CORE = REPO / "src" / "shoestring"
+METHODS = CORE / "methods"
+KINDS = {".py", ".pyi", ".cu", ".cpp", ".h", ".js", ".css", ".html"}
+HEADING = "## The five walks"
+
+
+def lines_of(folder: Path, without: Path | None = None) -> int:
+    files = (path for path in folder.rglob("*") if path.suffix in KINDS and path.is_file())
+    return sum(count(path) for path in files if without is None or not path.is_relative_to(without))
+
+
+def count(path: Path) -> int:
+    return len(path.read_text(encoding="utf-8").splitlines())
+
+
+def largest_file() -> tuple[int, str]:
+    return max((count(path), path.relative_to(REPO).as_posix()) for path in CORE.rglob("*.py"))
+
+
+def largest_class() -> tuple[int, str]:
+    """By its methods; properties count."""
+    return max(
+        (sum(isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef) for part in node.body), node.name)
+        for path in CORE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef)
+    )
+
+
+def walks() -> dict[str, int]:
+    """Of each walk on the design page, its stations."""
+    page = (REPO / "docs" / "design.md").read_text(encoding="utf-8")
+    section = page.partition(f"{HEADING}\n")[2].partition("\n## ")[0]
+    named = re.findall(r"^\*\*(.+?)\*\*.*?\n((?:(?!^\*\*).*\n?)*)", section, re.MULTILINE)
+    return {name: len(re.findall(r"^\d+\. ", text, re.MULTILINE)) for name, text in named}
+
+
+def seconds_of_tests(log: Path) -> float:
+    """From the last line of pytest: `6624 passed, 491 skipped in 952.39s (0:15:52)`."""
+    found = re.findall(r"\d+ passed.* in ([\d.]+)s", log.read_text(encoding="utf-8"))
+    if not found:
+        raise SystemExit(f"{log} is no output of a whole pytest run: it has no line '... passed ... in ...s'")
+    return float(found[-1])
+
+
+def measure(log: Path | None) -> None:
+    def line(metric: str, unit: str, value: float, case: str = "shoestring") -> None:
+        record(bench="house", case=case, metric=metric, unit=unit, samples=[value])
+
+    line("core_lines", "lines", lines_of(CORE, without=METHODS))
+    line("methods_lines", "lines", lines_of(METHODS))
+    line("test_lines", "lines", lines_of(REPO / "tests") + lines_of(REPO / "extras" / "tests"))
+    for metric, unit, (size, name) in (
+        ("largest_file", "lines", largest_file()),
+        ("largest_class", "methods", largest_class()),
+    ):
+        record(bench="house", case="shoestring", metric=metric, unit=unit, samples=[size], note=name)
+    for walk, stations in walks().items():
+        line("walk_stations", "stations", stations, case=walk)
+    if log is not None:
+        line("test_seconds", "s", seconds_of_tests(log))
+
+
+def table() -> str:
+    lines = newest("house")
+    rows = [
+        [line["metric"].replace("_", " "), line["case"], f"{line['value']:,.0f} {line['unit']}", line["note"]]
+        for line in lines
+    ]
+    return f"{markdown(['what', 'of', 'now', 'where'], rows)}{provenance(lines)}" if rows else "Nothing is recorded."
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tests", type=Path, help="the output of a whole run of make test")
+    measure(parser.parse_args().tests)
+    print(table())
+
+
+if __name__ == "__main__":
+    main()
