@@ -50,6 +50,7 @@ SLOW_SCHEMA = {
 REQUESTS: dict[str, tuple[int, Callable[[], bytes]]] = {
     "texts of 3.9 MB to tokenize": (12, lambda: asks("/tokenize", prompt=WORDS * (39 * MB // 10 // len(WORDS)))),
     "texts of 1 MB to tokenize": (12, lambda: asks("/tokenize", prompt="1234567890" * (MB // 10))),
+    "tokenize flood": (8, lambda: asks("/tokenize", prompt="a" * MB)),
     "64 long prompts each": (7, lambda: asks(TEXT, prompt=[WORDS * 1300] * 64)),
     "prompts of 3.9 MB": (12, lambda: asks(TEXT, prompt=" " * (39 * MB // 10))),
     "prompts just too long": (32, lambda: asks(TEXT, prompt=WORDS * 220)),

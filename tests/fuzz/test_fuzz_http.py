@@ -38,6 +38,7 @@ LIMITS = {"max_requests": 4, "max_queue": 4, "max_context": 48, "max_body_mb": 1
 # What a well-behaved client may feel while others attack, and what the server may use above its memory at the start.
 # They hold on a machine with little other work.
 GAP_S, FIRST_S, MEMORY_GB = 1.0, 2.0, 2.0
+GAPS_S = {"tokenize flood": 0.5}
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +112,9 @@ def test_connections(service: Any, place: tuple[str, int], caplog: pytest.LogCap
     assert is_well(place) and "Traceback" not in caplog.text and "Fatal" not in caplog.text
 
 
-@pytest.mark.parametrize("name", ["64 long prompts each", "a key of 3 MB", "headers a line at a time"])
+@pytest.mark.parametrize(
+    "name", ["tokenize flood", "64 long prompts each", "a key of 3 MB", "headers a line at a time"]
+)
 def test_others_are_served_during_an_attack(service: Any, place: tuple[str, int], name: str) -> None:
     """The seconds are for a machine that is busy with other work; the targets are those of the campaign."""
     bystanders = Bystanders(*place)
@@ -193,7 +196,7 @@ def test_campaign_of_attacks(server: tuple[str, int], tmp_path: Path) -> None:
                 config={"seed": 0},
                 quality={"load_average": round(load, 1)},
             )
-        if gap > GAP_S or first > FIRST_S:
+        if gap > GAPS_S.get(name or "", GAP_S) or first > FIRST_S:
             late.append(f"{name}: largest gap {gap:.2f} s, first token {first:.2f} s; load average {load:.1f}")
     above = memory_gb(tmp_path, "VmHWM") - at_start
     record(

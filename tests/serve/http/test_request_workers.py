@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
 pytest.importorskip("pydantic", reason="the server needs shoestring[serve]")
 
 from shoestring.serve.http.request_schema import ApiError
-from shoestring.serve.http.request_workers import MOST_REST_S, Lane, RequestWorkers
+from shoestring.serve.http.request_workers import MOST_REST_S, POLITE, Lane, RequestWorkers
 
 
 @pytest.fixture
@@ -37,6 +40,24 @@ def test_a_long_job_delays_only_its_own_lane(held: threading.Event) -> None:
 
     took, light = asyncio.run(ask())
     assert light == "done" and took < 5
+
+
+def test_long_texts_to_tokenize_delay_no_prompt_and_take_little_of_the_processor(held: threading.Event) -> None:
+    async def ask() -> list[int]:
+        workers = RequestWorkers()
+        long = asyncio.create_task(workers.run("tokens", "a", 1 << 20, held.wait))
+        niceness = partial(os.getpriority, os.PRIO_PROCESS, 0)
+        lanes: tuple[Lane, ...] = ("heavy", "light", "render")
+        found = [await asyncio.wait_for(workers.run(lane, "b", 1 << 20, niceness), 5) for lane in lanes]
+        held.set()
+        assert await long
+        found.append(await workers.run("tokens", "a", 1, niceness))
+        workers.stop()
+        return found
+
+    heavy, light, render, tokens = asyncio.run(ask())
+    if sys.platform == "linux":
+        assert heavy == tokens == min(19, max(POLITE, light)) and render == light == os.getpriority(os.PRIO_PROCESS, 0)
 
 
 def test_errors_reach_the_one_who_asked() -> None:

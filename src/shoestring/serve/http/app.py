@@ -397,7 +397,8 @@ class Api:
         async with _Body(self, request) as content:
             body = await self._work(request, len(content), lambda: validated(TokenizeBody, read_json(content)))
             self._check_model(body.model)
-            answer = await self._work(request, len(content), lambda: encode(body))
+            lane: Lane | None = None if len(content) <= LIGHT_BYTES else "tokens"
+            answer = await self._work(request, len(content), lambda: encode(body), lane)
         return Response(answer, media_type="application/json")
 
     async def detokenize(self, request: Request) -> Response:
@@ -405,7 +406,9 @@ class Api:
         async with _Body(self, request) as content:
             body = await self._work(request, len(content), lambda: validated(DetokenizeBody, read_json(content)))
             self._check_model(body.model)
-            text = await self._work(request, len(content), lambda: detokenize(body, self.tokenizer, self.limits))
+            lane: Lane | None = None if len(content) <= LIGHT_BYTES else "tokens"
+            work = partial(detokenize, body, self.tokenizer, self.limits)
+            text = await self._work(request, len(content), work, lane)
         return JSONResponse({"prompt": text})
 
     async def tokenizer_info(self) -> Response:

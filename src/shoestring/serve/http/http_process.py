@@ -286,6 +286,8 @@ def serve_http(connection: socket.socket, options: ServeOptions) -> int:
     for sig in (*SIGNALS, *STOPS):
         signal.signal(sig, signal.SIG_IGN)  # the engine's process says when to drain
     torch.set_num_threads(1)
+    # The tokenizer's work stays on the thread that asks, which has a priority of its own (request_workers.py).
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
     if not descriptors:
         return 0  # the engine did not start, which its process has said

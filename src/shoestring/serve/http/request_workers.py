@@ -4,7 +4,8 @@ compiling grammars, writing large responses.
 There is one thread per lane, so that a long job delays only jobs of its own kind:
 
     light      small bodies: at most LIGHT_BYTES, milliseconds each; the smallest are read on the event loop (app.py)
-    heavy      larger bodies and texts: up to seconds each; the tokenizer releases the GIL meanwhile
+    heavy      larger bodies and prompts: up to seconds each; the tokenizer releases the GIL meanwhile
+    tokens     long texts for /tokenize and /detokenize, which no context bounds
     grammar    compiling JSON schemas
     render     writing responses with many log-probabilities
 
@@ -14,6 +15,9 @@ refused (429); one that is not done in time is given up (503). Both say when to 
 A job may hold the GIL for most of its time (JSON). The heavy lane therefore rests after a long job for as long as that
 took, up to MOST_REST_S: between two of them the engine gets through whole steps.
 
+The threads of both lanes ask the system for little of the processor (POLITE): where it is full, the threads of the
+engine's step wait for each other, and one of them that is set aside for a tokenizer holds them all, layer after layer.
+
 A running job cannot be interrupted. Whatever bounds its length belongs to the job itself: limits on bytes, on the
 number of messages and prompts, and `encode_within` (request_parsing.py).
 """
@@ -21,6 +25,8 @@ number of messages and prompts, and `encode_within` (request_parsing.py).
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -32,12 +38,13 @@ from shoestring.serve.http.fair_queue import FairQueue, FairQueueFull
 from shoestring.serve.http.request_schema import ApiError
 
 T = TypeVar("T")
-Lane = Literal["light", "heavy", "grammar", "render"]
+Lane = Literal["light", "heavy", "tokens", "grammar", "render"]
 LIGHT_BYTES = 16 << 10
 MAX_JOBS = 256  # waiting in one lane
 MAX_BYTES = 64 << 20
 RETRY_S = 2
 LONG_S, MOST_REST_S = 0.02, 0.3
+POLITE = 10  # the niceness of a thread: a tenth of a processor that others want
 
 
 @dataclass(eq=False)
@@ -72,7 +79,8 @@ class RequestWorkers:
         self.max_wait_s = max_wait_s
         self._lanes = {
             "light": _LaneThread("light", max_jobs, max_bytes),
-            "heavy": _LaneThread("heavy", max_jobs, max_bytes, rests=True),
+            "heavy": _LaneThread("heavy", max_jobs, max_bytes, polite=True),
+            "tokens": _LaneThread("tokens", max_jobs, max_bytes, polite=True),
             "grammar": _LaneThread("grammar", max_jobs, max_bytes),
             # Their texts are written and paid for: bounded by the engine's queue, never refused.
             "render": _LaneThread("render", 1 << 62, 1 << 62),
@@ -116,8 +124,9 @@ class RequestWorkers:
 
 
 class _LaneThread:
-    def __init__(self, name: str, max_jobs: int, max_bytes: int, rests: bool = False) -> None:
-        self._rests = rests
+    def __init__(self, name: str, max_jobs: int, max_bytes: int, polite: bool = False) -> None:
+        """`polite`: it leaves time to others, and rests after a long job."""
+        self._polite = polite
         self._queue: FairQueue[_Job] = FairQueue(max_jobs, max_bytes)
         self._changed = threading.Condition()
         self._stopped = False
@@ -139,6 +148,9 @@ class _LaneThread:
             self._changed.notify()
 
     def _run(self) -> None:
+        if self._polite and sys.platform == "linux":  # where niceness is a thread's; elsewhere it is the process's
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, 0, max(POLITE, os.getpriority(os.PRIO_PROCESS, 0)))  # 0: this thread
         while True:
             with self._changed:
                 while not self._queue and not self._stopped:
@@ -155,5 +167,5 @@ class _LaneThread:
             with suppress(RuntimeError):  # the event loop has ended
                 job.loop.call_soon_threadsafe(job.finish, result, error)
             del job, result, error  # a large request is not kept until the next one
-            if self._rests and (took := time.monotonic() - began) > LONG_S:
+            if self._polite and (took := time.monotonic() - began) > LONG_S:
                 time.sleep(min(took, MOST_REST_S))
