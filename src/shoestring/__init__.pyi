@@ -1,7 +1,7 @@
 """The public names for type checkers; at run time __init__.py loads each when it is first used."""
 
 from shoestring.errors import UserError
-from shoestring.evals import perplexity
+from shoestring.evals.perplexity import perplexity
 from shoestring.formats import (
     Dense,
     FloatAsym,

@@ -22,6 +22,13 @@ def expand(path: str | Path) -> Path:
         return Path(path)
 
 
+def check_text(path: str | Path) -> None:
+    """UserError where no text file is."""
+    if not Path(path).is_file():
+        what = "is not a file" if Path(path).exists() else "does not exist"
+        raise UserError(f"{path} {what}; give one text file, or a folder or corpus as data (data=, --data)")
+
+
 def drafter_names(text: str | None) -> list[str]:
     """The parts of a --drafter: `ngram` or draft models, joined by +. UserError where one does not exist."""
     names = [] if text is None else text.split("+")

@@ -897,7 +897,7 @@ run_cli(["serve", {str(model_folder)!r}, "--port", "0"])
         "generate {model} the",
         "chat {model}",
         "eval {model} --speed",
-        "inspect {model}",
+        "inspect {model} --verify",
         "export {model} out",
         "push {model} org/name --dry-run",
         "bench serve {model}",

@@ -21,7 +21,7 @@ from shoestring.errors import UserError
 from shoestring.formats import IntAsym, convert, pack, packed_state, parse_format
 from shoestring.model import ModelSpec, Tokenizer, load_into, load_model, read_spec, save_model
 from shoestring.model.hf import spec_from_hf
-from shoestring.state.files import TensorFiles
+from shoestring.state.tensor_files import TensorFiles
 from tiny import logits, random_model, tiny_llama
 
 transformers = pytest.importorskip("transformers")

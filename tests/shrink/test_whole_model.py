@@ -19,7 +19,7 @@ from shoestring.model.folder import weight_files
 from shoestring.model.save import round_rest, saved_bytes
 from shoestring.report import Table
 from shoestring.shrink.whole_model import with_embedding
-from shoestring.state.files import TensorFiles
+from shoestring.state.tensor_files import TensorFiles
 from tiny import GPT2, QWEN2, random_model
 
 UNTIED = replace(QWEN2, tied=False)

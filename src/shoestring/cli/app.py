@@ -23,6 +23,7 @@ import typer
 
 from shoestring import __version__
 from shoestring.cli.ckpt import ckpt_app
+from shoestring.cli.names import check_settings
 from shoestring.cli.reshard import reshard_app
 from shoestring.cli.terminal import (
     OutputReaders,
@@ -42,6 +43,7 @@ from shoestring.cli.terminal import (
     write_or_give_up,
     write_unprintable_as_question_marks,
 )
+from shoestring.device import check_device, check_dtype
 from shoestring.errors import (
     Interrupted,
     UserError,
@@ -53,7 +55,7 @@ from shoestring.errors import (
     suggest,
 )
 from shoestring.json_files import check_path
-from shoestring.paths import drafter_names, find_model
+from shoestring.paths import check_text, drafter_names, find_model
 
 if TYPE_CHECKING:
     from shoestring.model.folder import LoadedModel
@@ -243,8 +245,7 @@ def generate(
     int8_activations: Int8Option = False,
 ) -> None:
     """Continue a text and stream it to the terminal. Under torchrun the model is split over the processes."""
-    find_model(model)  # before anything heavy is imported
-    drafter_names(drafter)
+    _check_names(model, device, dtype, drafter)
     with ended_by_ctrl_c():
         from shoestring.evals.model_row import need_tokenizer
         from shoestring.serve.engine.logit_rules import LogitRules, SamplingWithRules
@@ -289,8 +290,7 @@ def chat(
     int8_activations: Int8Option = False,
 ) -> None:
     """Talk to a chat model, with its own chat template. Reads one message per line, from a pipe too."""
-    find_model(model)
-    drafter_names(drafter)
+    _check_names(model, device, dtype, drafter)
     with ended_by_ctrl_c():
         from shoestring.evals.model_row import need_tokenizer
         from shoestring.model.chat import fault
@@ -405,8 +405,7 @@ def serve(
     int8_activations: Int8Option = False,
 ) -> None:
     """Serve a model over an OpenAI-compatible API, with a playground for the browser."""
-    find_model(model)
-    drafter_names(drafter)
+    _check_names(model, device, dtype, drafter)
     from shoestring.device import pick_device, pick_dtype
     from shoestring.serve.http.server import ServeOptions, main
 
@@ -476,7 +475,12 @@ def evaluate(
     int8_activations: Int8Option = False,
 ) -> None:
     """Perplexity, task accuracy and speed; results of a run are kept in its evals.jsonl."""
-    find_model(model)
+    _check_names(model, device, dtype)
+    for name, given in (("--text", text), ("--data", data)):
+        if given == "":  # as a path, that would be the folder in which the command runs
+            raise UserError(f"{name} is empty; give what to evaluate on, or leave {name} out")
+    if text is not None:
+        check_text(text)
     with ended_by_ctrl_c():
         from shoestring.evals.model_row import evaluate_row, is_run, measure_task, text_tokens
         from shoestring.evals.perplexity import usual_context
@@ -488,9 +492,6 @@ def evaluate(
         raise UserError(
             f"--limit {limit} only applies to --tasks; give a task file, or use --max-tokens to read less text"
         )
-    for name, given in (("--text", text), ("--data", data)):
-        if given == "":  # as a path, that would be the folder in which the command runs
-            raise UserError(f"{name} is empty; give what to evaluate on, or leave {name} out")
     for task in tasks or []:
         read_task(task, limit=limit)  # what is wrong with a file is said before the long work
     loaded = _load(model, device, dtype, int8_activations)
@@ -535,6 +536,8 @@ def inspect(
     with ended_by_ctrl_c():
         from shoestring.cli.inspect import errors_table, summarize, verified_table
 
+        if verify or against is not None:
+            import torch  # noqa: F401  (headers need none)
     tables = summarize(Path(path), each_layer=layers)
     if against is not None:
         tables.append(errors_table(path, against))
@@ -691,6 +694,14 @@ def bench_serve(
 # -- what the verbs share ----------------------------------------------------------------------------
 
 
+def _check_names(model: str, device: str, dtype: str, drafter: str | None = None) -> None:
+    """Before anything heavy is imported."""
+    find_model(model)
+    drafter_names(drafter)
+    check_device(device)
+    check_dtype(dtype)
+
+
 def _is_setting(word: str) -> bool:
     """Whether a word that could be a path is key=value."""
     return word.partition("=")[0].replace(".", "_").isidentifier() and "=" in word and not Path(word).exists()
@@ -717,8 +728,7 @@ def _run_recipe(name: str, overrides: list[str], settings: Path | None = None) -
         if settings is not None:
             overrides = with_settings(settings, overrides)
         if name in builtin_recipes():
-            for model in filter(None, (i.removeprefix("model=") for i in overrides if i.startswith("model="))):
-                find_model(model)  # before the recipe's imports, which take seconds
+            check_settings(overrides)  # before the recipe's imports, which take seconds
         with ended_by_ctrl_c():
             recipe = load_recipe(name)
         config = resolve_config(recipe, overrides)

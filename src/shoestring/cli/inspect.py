@@ -16,27 +16,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
+from shoestring import format_names
 from shoestring.errors import UserError, shown
-from shoestring.formats import FormatEmbedding
-from shoestring.formats.convert import format_hosts
-from shoestring.formats.registry import from_json
 from shoestring.json_files import Fields, read_object
-from shoestring.model import load_model
-from shoestring.model.encoder import IMAGE_TYPES, encoder_type
+from shoestring.model.encoder_types import IMAGE_TYPES, encoder_type
 from shoestring.model.families import MODEL_TYPES
-from shoestring.model.folder import foreign_files, is_foreign, weight_files
-from shoestring.model.gguf_write import WrittenTensor
 from shoestring.model.hf import spec_of_folder
 from shoestring.model.hf_names import hf_module, our_module
 from shoestring.model.spec import ModelSpec
-from shoestring.model.verify import is_part, verify
 from shoestring.report import Table, eval_table, flatten, in_words
 from shoestring.runlog import read_config, read_evals, read_metrics
-from shoestring.state.files import PICKLED, TensorFiles, open_tensors
+from shoestring.state.checkpoint_files import is_part
+from shoestring.state.tensor_files import PICKLED, TensorFiles, open_tensors
+
+if TYPE_CHECKING:
+    from shoestring.model.gguf_write import WrittenTensor
 
 ERRORS = ("output_error", "weight_error")
 FOLDERS = "the folder of a run, a model or a checkpoint"
@@ -97,7 +93,7 @@ def _file(path: Path, each_layer: bool) -> list[Table]:
 
 
 def _tensors_file(path: Path, each_layer: bool) -> list[Table]:
-    opened = open_tensors(path)
+    opened = open_tensors(path, header=True)
     stored = _tensors_of(opened)
     facts = {"tensors": len(stored), **{f"metadata {shown(k)}": shown(v) for k, v in (opened.metadata() or {}).items()}}
     weights = weights_table(stored, each_layer)
@@ -150,7 +146,7 @@ def _model_folder(folder: Path, each_layer: bool) -> list[Table]:
     facts = {"type": spec.model_type, **shape, "vocab_size": spec.vocab_size, "max_positions": spec.max_positions}
     stored, note = with_errors(folder_weights(folder), folder, spec)
     weights = replace(weights_table(stored, each_layer), note=note)
-    tables = [_facts(f"Model {folder}", facts, stored, _on_disk(folder, weight_files(folder))), weights]
+    tables = [_facts(f"Model {folder}", facts, stored, _on_disk(folder, _weight_files(folder).paths)), weights]
     if (folder / "pruning.json").is_file():  # what a pruning recipe counted on the weights it wrote
         counted = read_object(folder / "pruning.json")
         tables.append(Table("Pruned to 2:4", ["", ""], [[in_words(k), v] for k, v in counted.items()]))
@@ -161,9 +157,7 @@ def _any_folder(folder: Path, config: dict[str, Any], each_layer: bool) -> list[
     """The tensors of a model that Shoestring does not run: an encoder, a vision model, parts of a pipeline."""
     files = sorted(folder.glob("*.safetensors"))
     packed = (folder / "shoestring.json").is_file()
-    stored = (
-        folder_weights(folder) if packed else [s for opened in map(open_tensors, files) for s in _tensors_of(opened)]
-    )
+    stored = folder_weights(folder) if packed else [s for f in files for s in _tensors_of(open_tensors(f, header=True))]
     facts: dict[str, Any] = {k: config[k] for k in ("model_type", "architectures") if k in config}
     facts |= {k: v for k, v in config.items() if type(v) is int}
     note = "Shoestring does not run this model; convert, pack and shrink work on its modules from Python."
@@ -218,7 +212,7 @@ def _checkpoint(folder: Path, each_layer: bool) -> list[Table]:
 def folder_weights(folder: Path) -> list[Stored]:
     """Every weight of a Hugging Face folder; the parts of a packed module are one weight."""
     shapes, labels = _packed_modules(folder)
-    files = TensorFiles(folder, "packed" if (folder / "shoestring.json").is_file() else "model")
+    files = _weight_files(folder)
     stored: dict[str, Stored] = {}
     for name in files.names:
         module, _, leaf = name.rpartition(".")
@@ -232,6 +226,10 @@ def folder_weights(folder: Path) -> list[Stored]:
     return list(stored.values())
 
 
+def _weight_files(folder: Path) -> TensorFiles:
+    return TensorFiles(folder, "packed" if (folder / "shoestring.json").is_file() else "model")
+
+
 def _packed_modules(folder: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
     """Shape and Format of each packed module, by Hugging Face's names."""
     if (folder / "shoestring.json").is_file():
@@ -242,15 +240,25 @@ def _packed_modules(folder: Path) -> tuple[dict[str, tuple[int, ...]], dict[str,
         for name, module in modules.items():
             match module:
                 case {"format": dict(format), "shape": [int(rows), int(width)]} if rows > 0 and width > 0:
-                    shapes[name], labels[name] = (rows, width), from_json(format).label
+                    shapes[name], labels[name] = (rows, width), format_names.label(format) or _label(format)
                 case _:
                     raise UserError(f"{path}: {shown(name)} needs a 'format' and a 'shape' of two sizes; save it again")
         return shapes, labels
     quantization = read_object(folder / "config.json").get("quantization_config")
-    if isinstance(quantization, dict) and is_foreign(quantization):
+    if not isinstance(quantization, dict):
+        return {}, {}
+    from shoestring.model.folder import foreign_files, is_foreign
+
+    if is_foreign(quantization):
         files = foreign_files(folder, quantization)
         return dict(files.shapes), {name: f.label for name, f in files.formats.items()}
     return {}, {}
+
+
+def _label(format: dict[str, Any]) -> str:
+    from shoestring.formats.registry import from_json
+
+    return from_json(format).label
 
 
 def with_errors(stored: list[Stored], folder: Path, spec: ModelSpec) -> tuple[list[Stored], str]:
@@ -366,6 +374,8 @@ def written_table(tensors: Sequence[WrittenTensor]) -> Table:
 
 def verified_table(path: Path) -> tuple[Table, list[str]]:
     """What --verify has read, and the problems that it found; of a run: its model and all its checkpoints."""
+    from shoestring.model.verify import verify
+
     is_run = (path / "metrics.jsonl").is_file() or (path / "checkpoints").is_dir()
     places = [p.parent for p in sorted(path.glob("*/config.json"))] if is_run else [path]
     places += [p.parent for p in sorted(path.glob("checkpoints/*/manifest.json"))] if is_run else []
@@ -392,6 +402,12 @@ def errors_table(path: str | Path, reference: str | Path) -> Table:
     A method that folds scales into norms (AWQ) or trains on moves weights without harm, so this is a check of
     rounding, not of quality; quality is `shoestring eval`.
     """
+    import torch
+
+    from shoestring.formats import FormatEmbedding
+    from shoestring.formats.convert import format_hosts
+    from shoestring.model import load_model
+
     source, model = load_model(reference).model, load_model(path).model
     theirs = dict(format_hosts(source))
     rows: list[list[Any]] = []

@@ -21,7 +21,7 @@ from shoestring.errors import UserError
 from shoestring.formats import Dense, keep_decoded
 from shoestring.formats.convert import format_hosts, format_linears
 from shoestring.json_files import read_text
-from shoestring.paths import expand
+from shoestring.paths import check_text, expand
 from shoestring.runlog import RunLog, read_config
 
 if TYPE_CHECKING:
@@ -85,7 +85,8 @@ def _float_dtype(tensors: Iterable[tuple[torch.dtype, int]]) -> torch.dtype:
 def _folder_tensors(loaded: LoadedModel) -> Iterator[tuple[torch.dtype, int]]:
     """(dtype, bytes) of every tensor in the files of a folder."""
     from shoestring.model.folder import weight_files
-    from shoestring.state.files import DTYPES, open_tensors
+    from shoestring.state.files import DTYPES
+    from shoestring.state.tensor_files import open_tensors
 
     for path in weight_files(loaded.path):
         opened = open_tensors(path)
@@ -275,9 +276,7 @@ def check_apart(settings: dict[str, Any], *keys: str) -> None:
 
 def read_tokens(path: Path, tokenizer: Tokenizer) -> Tensor:
     """A whole text file as token ids, at least two."""
-    if not path.is_file():
-        what = "is not a file" if path.exists() else "does not exist"
-        raise UserError(f"{path} {what}; give one text file, or a folder or corpus as data (data=, --data)")
+    check_text(path)
     ids = tokenizer.encode(read_text(path))
     if len(ids) < 2:
         raise UserError(f"{path} has less than two tokens; give a longer text")

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from shoestring.errors import UserError
+from shoestring.format_names import GRIDS, check_group
 from shoestring.formats.base import Aux, Parts, straight_through
 from shoestring.formats.rounding import round_to, to_dtype
 from shoestring.kernels.lowbit.packing import CODES_PER_RUN
@@ -24,9 +25,6 @@ from shoestring.kernels.lowbit.packing import CODES_PER_RUN
 SCALE_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 # bfloat16 has a wider range; these limits keep every intermediate result in the range of fp32.
 SMALLEST, LARGEST = 2.0**-24, {torch.float16: 65504.0, torch.bfloat16: 2.0**100}
-
-
-GRIDS = ("derived", "fixed", "learned")
 
 
 @runtime_checkable
@@ -62,11 +60,7 @@ class GridFormat(Protocol):
 
 
 def check_settings(group: int, scale_dtype: str, grid: str) -> None:
-    if group < 0 or group % CODES_PER_RUN:
-        raise UserError(
-            f"Group {group} is not possible: use a multiple of {CODES_PER_RUN} (32, 64, 128), "
-            "or 0 for one group per row."
-        )
+    check_group(group)
     if scale_dtype not in SCALE_DTYPES:
         raise UserError(f"Scale dtype {scale_dtype!r} is not possible: use {' or '.join(SCALE_DTYPES)}.")
     if grid not in GRIDS:

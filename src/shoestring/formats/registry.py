@@ -14,14 +14,12 @@ import dataclasses
 import re
 from typing import Any
 
-from shoestring import plugins
+from shoestring import format_names, plugins
 from shoestring.errors import UserError, shown, suggest
-from shoestring.formats import fp8
 from shoestring.formats.base import Format
 from shoestring.formats.dense import Dense
-from shoestring.formats.float_asym import TABLES, FloatAsym
+from shoestring.formats.float_asym import FloatAsym
 from shoestring.formats.fp8 import Fp8
-from shoestring.formats.groups import SCALE_DTYPES
 from shoestring.formats.int_asym import IntAsym
 from shoestring.formats.int_offset import IntOffset
 from shoestring.formats.slorb import Slorb
@@ -31,7 +29,7 @@ from shoestring.formats.stacked import Stacked
 FORMATS: dict[str, type[Format]] = {
     f.name: f for f in (Dense, IntAsym, IntOffset, FloatAsym, Fp8, Sparse24, Stacked, Slorb)
 }
-SPELLINGS = ("dense", "int2", "int3", "int4", "int8", *TABLES, "fp8", "sparse24")
+SPELLINGS = (*format_names.CORE, "sparse24")
 SPARSE24_OPTIONS: dict[str, dict[str, Any]] = {
     "tile": {"select": "tile"},
     "soft": {"select": "soft"},
@@ -61,62 +59,24 @@ def parse_format(text: str) -> Format:
             raise UserError(f"Format {text!r}: only sparse24 stacks, for example sparse24+int4:g64.")
         return Stacked(first, parse_format(rest))
     head, *options = text.strip().lower().split(":")
-    if head not in SPELLINGS:
-        known = [*SPELLINGS, *plugins.names("formats")]
-        raise UserError(f"There is no format {text!r}: use {', '.join(known)}.{suggest(head, known)}")
+    if head == "sparse24":
+        return _parse_sparse24(text, options)
+    settings = format_names.parse(text)
+    return FORMATS[settings.pop("name")](**settings)
+
+
+def _parse_sparse24(text: str, options: list[str]) -> Sparse24:
     settings: dict[str, Any] = {}
     for option in options:
-        fields = SPARSE24_OPTIONS.get(option) if head == "sparse24" else _quantized_option(head, option)
-        if fields is None:
-            have = "write for example int4:g64, nf3:s1:g32 or dense."
-            if head == "sparse24":
-                names = list(SPARSE24_OPTIONS)
-                have = f"sparse24 has {', '.join(names)}.{suggest(option, names)}"
+        if option not in SPARSE24_OPTIONS:
+            names = list(SPARSE24_OPTIONS)
+            have = f"sparse24 has {', '.join(names)}.{suggest(option, names)}"
             raise UserError(f"Format {text!r} has no option {option!r}: {have}")
+        fields = SPARSE24_OPTIONS[option]
         if fields.keys() & settings.keys():
             raise UserError(f"Format {text!r} says its {', '.join(fields)} twice; leave out all but one.")
         settings.update(fields)
-    if head == "dense":
-        return Dense()
-    if head == "sparse24":
-        return Sparse24(**settings)
-    if head == "fp8":
-        return Fp8(**settings)
-    if head in TABLES:
-        return FloatAsym(table=head, **settings)
-    if not settings.pop("offset", False):
-        return IntAsym(bits=int(head[3:]), **settings)
-    if "symmetric" in settings:
-        raise UserError(
-            f"Format {text!r}: a grid from the smallest weight on is not symmetric; leave out 'sym' or 'min'."
-        )
-    return IntOffset(bits=int(head[3:]), **settings)
-
-
-def _quantized_option(head: str, option: str) -> dict[str, Any] | None:
-    """The field that an option of an integer or table Format sets, or None."""
-    letter, number = option[:1], option[1:]
-    if head == "dense":
-        return None
-    if head == "fp8":
-        if option in fp8.SCALE_DTYPES:
-            return {"scale_dtype": option}
-        return {"group": int(number)} if letter == "b" and number.isdigit() else None
-    if option in SCALE_DTYPES:
-        return {"scale_dtype": option}
-    if option in ("fixed", "learned"):
-        return {"grid": option}
-    if option == "per-channel":
-        return {"group": 0}
-    if option == "sym" and head.startswith("int"):
-        return {"symmetric": True}
-    if option == "min" and head.startswith("int"):
-        return {"offset": True}
-    if letter == "g" and number.isdigit():
-        return {"group": int(number)}
-    if letter == "s" and number.isdigit() and head in TABLES:
-        return {"scales": int(number)}
-    return None
+    return Sparse24(**settings)
 
 
 def _parse_slorb(text: str, pruned: str, branch: str) -> Format:

@@ -38,7 +38,8 @@ from shoestring.kernels.lowbit.packing import CODES_PER_RUN, pack_bits, unpack_b
 from shoestring.model import hf_names
 from shoestring.model.save import Entry, gather, write_extras, write_folder
 from shoestring.model.transformer import Decoder, Router
-from shoestring.state.files import SHARD_BYTES, TensorFiles, TensorInfo
+from shoestring.state.files import SHARD_BYTES, TensorInfo
+from shoestring.state.tensor_files import TensorFiles
 
 if TYPE_CHECKING:
     from shoestring.model.spec import ModelSpec

@@ -23,28 +23,17 @@ from shoestring.errors import UserError
 from shoestring.formats import allocate_packed, keep_decoded, use_kernels
 from shoestring.formats.convert import format_hosts
 from shoestring.json_files import read_object
+from shoestring.model.encoder_types import encoder_type
 from shoestring.model.save import PACKED_VERSION, Entry, half_of, write_folder
-from shoestring.state.files import POOLING, TensorFiles, TensorInfo, write_json
+from shoestring.state.files import POOLING, TensorInfo, write_json
+from shoestring.state.tensor_files import TensorFiles
 
-# What transformers computes without code of the model's own, and what has no causal mask.
-TEXT_TYPES = (
-    *("albert", "bert", "camembert", "deberta-v2", "distilbert", "electra", "ernie", "modernbert", "mpnet", "roberta"),
-    *("roformer", "xlm-roberta"),
-)
-IMAGE_TYPES = ("beit", "deit", "dinov2", "vit")
 # What a packed folder takes over from its source, where it is there.
 KEPT = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt", "vocab.json", "merges.txt"),
     *("preprocessor_config.json", "modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"),
     f"{POOLING}/config.json",
 )
-
-
-def encoder_type(folder: Path) -> str | None:
-    """The model_type of a folder with an encoder; None for other folders."""
-    file = folder / "config.json"
-    kind = read_object(file).get("model_type") if file.is_file() else None
-    return kind if kind in (*TEXT_TYPES, *IMAGE_TYPES) else None
 
 
 def load_encoder_module(folder: Path, device: torch.device | str, dtype: torch.dtype) -> nn.Module:

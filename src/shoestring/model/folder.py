@@ -36,7 +36,7 @@ from shoestring.model.spec import ModelSpec
 from shoestring.model.transformer import Decoder
 from shoestring.paths import find_model
 from shoestring.state.boxes import Box, local_box
-from shoestring.state.files import TensorFiles
+from shoestring.state.tensor_files import TensorFiles
 
 if TYPE_CHECKING:
     from shoestring.model.tokenizer import Tokenizer

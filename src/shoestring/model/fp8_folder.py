@@ -25,7 +25,8 @@ from shoestring.formats.linear import FormatHost, full
 from shoestring.model import hf_names
 from shoestring.model.compressed_tensors import left_dense
 from shoestring.model.save import Entry, gather, write_extras, write_folder
-from shoestring.state.files import SHARD_BYTES, TensorFiles, TensorInfo
+from shoestring.state.files import SHARD_BYTES, TensorInfo
+from shoestring.state.tensor_files import TensorFiles
 
 if TYPE_CHECKING:
     from shoestring.model.tokenizer import Tokenizer

@@ -19,13 +19,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from shoestring.errors import UserError, out_of_memory, shown
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # What the `gguf` package decodes to numbers.
 BLOCK_TYPES = (
@@ -33,6 +32,17 @@ BLOCK_TYPES = (
     *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS"),
     *("TQ1_0", "TQ2_0", "MXFP4", "NVFP4"),
 )
+# The format's numbers of types: name, weights and bytes of a block. Here, because the package loads for half a second.
+_BLOCKS = {
+    0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22),
+    7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 9: ("Q8_1", 32, 40), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110),
+    12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210), 15: ("Q8_K", 256, 292),
+    16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74), 18: ("IQ3_XXS", 256, 98), 19: ("IQ1_S", 256, 50),
+    20: ("IQ4_NL", 32, 18), 21: ("IQ3_S", 256, 110), 22: ("IQ2_S", 256, 82), 23: ("IQ4_XS", 256, 136),
+    24: ("I8", 1, 1), 25: ("I16", 1, 2), 26: ("I32", 1, 4), 27: ("I64", 1, 8), 28: ("F64", 1, 8),
+    29: ("IQ1_M", 256, 56), 30: ("BF16", 1, 2), 34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17),
+    40: ("NVFP4", 64, 36),
+}  # fmt: skip
 VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
 
@@ -87,6 +97,8 @@ class GgufFile:
 
     def rows(self, tensor: GgufTensor, index: slice = slice(None)) -> Tensor:
         """The values of a tensor, or of a range along its first dim, in fp32."""
+        import numpy as np
+        import torch
         from gguf.quants import dequantize
 
         raw = self._bytes(tensor)
@@ -102,9 +114,14 @@ class GgufFile:
 
     def blocks(self, tensor: GgufTensor, index: slice = slice(None)) -> Tensor:
         """The stored bytes of a tensor, or of a range along its first dim, [..., bytes of a row]; a copy."""
+        import numpy as np
+        import torch
+
         return torch.from_numpy(np.array(self._bytes(tensor)[index]))
 
     def _bytes(self, tensor: GgufTensor) -> Any:
+        import numpy as np
+
         width = tensor.num_bytes * tensor.shape[-1] // math.prod(tensor.shape)
         raw = np.frombuffer(self._map, np.uint8, tensor.num_bytes, tensor.offset)
         return raw.reshape(*tensor.shape[:-1], width)
@@ -169,18 +186,14 @@ class GgufFile:
             self.tensors[name] = self._described(name, shape, kind, offset)
 
     def _described(self, name: str, shape: tuple[int, ...], number: int, offset: int) -> GgufTensor:
-        from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-
         if not 1 <= math.prod(shape) <= 1 << 50:
             raise ValueError(f"tensor {shown(name)} has {math.prod(shape):,} elements")
-        try:
-            kind = GGMLQuantizationType(number)
-        except ValueError:
+        if number not in _BLOCKS:
             return GgufTensor(name, shape, f"type {number}", self._data_start + offset, 0)
-        block, size = GGML_QUANT_SIZES[kind]
+        kind, block, size = _BLOCKS[number]
         if shape[-1] % block:
             raise ValueError(f"rows of {shape[-1]} values in blocks of {block} in tensor {shown(name)}")
-        return GgufTensor(name, shape, kind.name, self._data_start + offset, math.prod(shape) // block * size)
+        return GgufTensor(name, shape, kind, self._data_start + offset, math.prod(shape) // block * size)
 
     def _behind(self, kind: int, at: int) -> int:
         """Where the value that begins at `at` ends."""
@@ -212,7 +225,7 @@ class GgufFile:
         inner, count = self._unpack("<IQ", at)
         at += 12
         if inner != _TEXT:
-            return np.frombuffer(self._map, np.dtype(_SCALARS[inner]), count, at).tolist() if count else []
+            return list(self._unpack(f"<{count}{_SCALARS[inner][1:]}", at))
         texts = []
         for _ in range(count):
             text, at = self._text(at)

@@ -31,7 +31,7 @@ from shoestring.formats import IntAsym
 from shoestring.formats.groups import group_width
 from shoestring.kernels.lowbit.packing import CODES_PER_RUN, pack_bits, unpack_bits
 from shoestring.model.compressed_tensors import as_bytes
-from shoestring.state.files import TensorFiles
+from shoestring.state.tensor_files import TensorFiles
 
 GPTQ, AWQ = "gptq", "awq"
 BITS = {GPTQ: (2, 3, 4, 8), AWQ: (4,)}

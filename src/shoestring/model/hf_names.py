@@ -14,12 +14,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from shoestring.model.families import EXPERT, HfNames, family_of, fused_rows
 from shoestring.model.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Constants that older checkpoints store beside the weights: rotary angles, causal masks.
 _CONSTANTS = re.compile(r"(\.|^)(rotary_emb\.inv_freq|(attn|attention)\.bias|(attn|attention)\.masked_bias)$")
@@ -143,6 +144,8 @@ def merge_plan(spec: ModelSpec, names: Iterable[str], *, packed: bool) -> dict[s
 
 def merge(spec: ModelSpec, names: list[str], tensors: list[Tensor], *, packed: bool) -> Tensor:
     """One Hugging Face tensor from our tensors `names`."""
+    import torch
+
     source = source_of(spec, names[0], packed=packed)
     if len(tensors) == 1:
         whole = tensors[0]

@@ -18,9 +18,10 @@ from torch import Tensor
 from shoestring.errors import UserError, shown
 from shoestring.json_files import Fields, read_object
 from shoestring.paths import expand, find_model
-from shoestring.state.checkpoint_files import CHUNK, MANIFEST
-from shoestring.state.files import CHECKSUMS, POOLING, TensorFiles, open_tensors
+from shoestring.state.checkpoint_files import CHUNK, MANIFEST, is_part
+from shoestring.state.files import CHECKSUMS, POOLING
 from shoestring.state.manifest import read_manifest
+from shoestring.state.tensor_files import TensorFiles, open_tensors
 
 ALWAYS_FINITE = ("F4", "F6_E2M3", "F6_E3M2")  # every code is a number, and torch computes with none of them
 
@@ -60,11 +61,6 @@ def verify(path: str | Path) -> Verified:
     folder = find_model(path)
     stem = "packed" if (folder / "shoestring.json").is_file() else "model"
     return _checked(folder, read_checksums(folder), list(_folder_tensors(folder, stem)))
-
-
-def is_part(path: Path) -> bool:
-    """Whether a safetensors file is one of a checkpoint's."""
-    return path.name.startswith("part-") and (path.parent / MANIFEST).is_file()
 
 
 def _manifest_sums(checkpoint: Path) -> dict[str, tuple[int, str]]:

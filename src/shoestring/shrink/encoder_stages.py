@@ -28,7 +28,8 @@ from shoestring.evals.model_row import read_tokens
 from shoestring.formats import Format, convert, pack, parse_format, self_check
 from shoestring.formats.convert import Rule
 from shoestring.json_files import Fields, read_object
-from shoestring.model.encoder import IMAGE_TYPES, blocks_of, encoder_type, load_encoder_module, save_packed_encoder
+from shoestring.model.encoder import blocks_of, load_encoder_module, save_packed_encoder
+from shoestring.model.encoder_types import IMAGE_TYPES, encoder_type
 from shoestring.model.module_blocks import ModuleBlocks
 from shoestring.model.save import round_rest
 from shoestring.model.tokenizer import Tokenizer
@@ -41,8 +42,8 @@ from shoestring.shrink.calibrate import windows
 from shoestring.shrink.quality_gate import judge, outlier_table, outliers, refuse
 from shoestring.shrink.quantize import plan
 from shoestring.shrink.shrink_run import error_sections, keep_source, read_rules
-from shoestring.state.files import TensorFiles
 from shoestring.state.run_lock import hold_run
+from shoestring.state.tensor_files import TensorFiles
 
 MIN_SIMILARITY = 0.5
 HELD_OUT = 8  # one input in so many judges

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from shoestring.errors import UserError
 from shoestring.evals.model_row import corpus_of_run, fitting_context, need_tokenizer, read_tokens, validation_split
+from shoestring.format_names import check_rules
 from shoestring.formats import Format, parse_format, unpack
 from shoestring.host.block_offload import fits_on_device
 from shoestring.json_files import read_object
@@ -31,8 +32,9 @@ from shoestring.runlog import RunLog, check_resume_from, check_run_folder, check
 from shoestring.shrink.calibrate import windows
 from shoestring.shrink.quantize import QuantizeReport
 from shoestring.shrink.self_text import own_windows
-from shoestring.state.files import DTYPES, TensorFiles, write_json
+from shoestring.state.files import DTYPES, write_json
 from shoestring.state.run_lock import LOCK, check_not_held, is_held
+from shoestring.state.tensor_files import TensorFiles
 from shoestring.train.shards import tokenize_corpus
 
 OWN = "own"  # as `calib`: what the model writes itself
@@ -123,22 +125,10 @@ def check_model_given(model: str) -> None:
         raise UserError("model= is missing: give a Hugging Face folder, a run folder or a .gguf file")
 
 
-def parse_rules(text: str) -> list[tuple[str, Format]]:
-    """'*.mlp.*=nf3;*.attn.*=int4' -> [(glob, Format), ...]"""
-    rules = []
-    for item in text.split(";"):
-        glob, equals, name = item.strip().rpartition("=")
-        if not equals:
-            raise UserError(
-                f"rules={text!r}: {item.strip()!r} is not glob=format; write for example *.mlp.*=nf3;*=int4"
-            )
-        rules.append((glob.strip(), parse_format(name)))
-    return rules
-
-
 def read_rules(rules: str | None, format: str) -> list[tuple[str, Format]]:
     """The rules of a recipe's settings: `rules` where it is given, else `format` for all layers."""
-    return parse_rules(rules) if rules else [("*", parse_format(format))]
+    parsed = check_rules(rules) if rules else [("*", format)]
+    return [(glob, parse_format(name)) for glob, name in parsed]
 
 
 def load_where_it_fits(

@@ -34,6 +34,11 @@ def part_name(rank: int) -> str:
     return f"part-{rank:05d}.safetensors"
 
 
+def is_part(path: Path) -> bool:
+    """Whether a safetensors file is one of a checkpoint's."""
+    return path.name.startswith("part-") and (path.parent / MANIFEST).is_file()
+
+
 def part_header(entries: Sequence[Entry], metadata: dict[str, str] | None = None) -> bytes:
     """What a safetensors file of these tensors begins with."""
     header: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}

@@ -1,6 +1,5 @@
 """Safetensors files and folders that appear whole or not at all.
 
-TensorFiles reads any box of any tensor of a model folder: files are mapped, and only what is read is copied.
 TensorWriter writes one tensor at a time: the header follows from names, shapes and dtypes alone, so one tensor is in
 memory, and a full disk is an ordinary OSError. AtomicFolder collects files in a hidden folder beside its target,
 syncs them and renames. Checkpoints (storage.py) use the same writer and the same rename.
@@ -28,12 +27,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoestring.errors import UserError, room, shortened
-from shoestring.json_files import check_path, read_object
+from shoestring.errors import UserError, room
 from shoestring.state.checkpoint_files import Entry, PartWriter, part_header, replace_folder, sync
 
 SHARD_BYTES = 5 * 10**9
-PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")  # endings of weights that are pickles
 MODEL_METADATA = {"format": "pt"}  # in the header of every weight file of a model folder
 CHECKSUMS = "checksums.json"  # of a model folder: sha256 of every other file
 POOLING = "1_Pooling"  # the one folder inside a model folder: sentence-transformers keeps a config.json there
@@ -73,100 +70,6 @@ _MODEL_FILES = (
     "NOTICE*",
     ".gitattributes",
 )
-
-
-class TensorFiles:
-    """The tensors of `<stem>.safetensors`, or of the shards that `<stem>.safetensors.index.json` lists."""
-
-    def __init__(self, folder: Path, stem: str = "model") -> None:
-        self.folder = folder
-        self._file_of: dict[str, Any] = {}  # tensor name -> opened file
-        self.paths: list[Path] = []
-        single, index = folder / f"{stem}.safetensors", folder / f"{stem}.safetensors.index.json"
-        if single.is_file():
-            opened = open_tensors(single)
-            self.paths = [single]
-            self._file_of = dict.fromkeys(opened.keys(), opened)
-        elif index.is_file():
-            self._open_shards(index)
-        else:
-            raise _no_weights(folder, stem)
-
-    def _open_shards(self, index: Path) -> None:
-        weight_map = read_object(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
-            raise UserError(f"{index} has no 'weight_map' of tensor names to file names; download it again")
-        opened: dict[str, Any] = {}
-        held: dict[str, set[str]] = {}
-        for name, file in weight_map.items():
-            if file not in opened:
-                check_path(file)
-                if Path(file).name != file:
-                    raise UserError(f"{index} names the file {file!r}; only files beside it are read")
-                if not (index.parent / file).is_file():
-                    raise UserError(f"{index.parent / file} is missing, but {index.name} lists it; download it again")
-                opened[file] = open_tensors(index.parent / file)
-                self.paths.append(index.parent / file)
-                held[file] = set(opened[file].keys())
-            if name not in held[file]:
-                raise UserError(
-                    f"{index.parent / file} has no tensor {name!r}, but {index.name} says so; download both"
-                )
-            self._file_of[name] = opened[file]
-
-    @property
-    def names(self) -> list[str]:
-        return list(self._file_of)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._file_of[name].get_slice(name).get_shape())
-
-    def dtype(self, name: str) -> str:
-        """In safetensors' words: F32, BF16, U8, ..."""
-        return str(self._file_of[name].get_slice(name).get_dtype())
-
-    def read(self, name: str, index: tuple[slice, ...] | None = None) -> Tensor:
-        """The tensor, or the box of it that `index` cuts out (one slice a dimension)."""
-        file = self._file_of[name]
-        if not index:
-            return file.get_tensor(name)
-        return file.get_slice(name)[index]
-
-
-def open_tensors(path: Path) -> Any:
-    """A safetensors file, mapped; UserError where it is none."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        return safe_open(path, framework="pt", device="cpu")
-    except (SafetensorError, OSError, ValueError) as error:
-        try:
-            with path.open("rb") as f:
-                start = f.read(20)
-        except OSError as why:
-            raise UserError(f"cannot read {path}: {why.strerror}") from error
-        if start.startswith(b"version https://git-"):
-            raise UserError(f"{path} is a Git LFS pointer, not the weights; run `git lfs pull`") from error
-        raise UserError(
-            f"{path} is truncated or corrupt ({shortened(str(error), 200)}); download or save it again"
-        ) from error
-
-
-def _no_weights(folder: Path, stem: str) -> UserError:
-    pickled = sorted(p.name for p in folder.iterdir() if p.suffix in PICKLED)
-    if pickled:
-        return UserError(
-            f"{folder} has only pickled weights ({pickled[0]}); pickle can run code and is never read: "
-            "convert the folder to safetensors first (transformers: from_pretrained, then save_pretrained)"
-        )
-    gguf = sorted(p.name for p in folder.glob("*.gguf"))
-    if gguf:
-        return UserError(f"{folder} holds a GGUF file; give the file itself: {folder / gguf[0]}")
-    if (folder / "adapter_config.json").is_file():
-        return UserError(f"{folder} holds an adapter without its base model; merge them and give the merged folder")
-    return UserError(
-        f"{folder} has no weights: expected {stem}.safetensors, or shards with {stem}.safetensors.index.json"
-    )
 
 
 # -- writing -------------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ from shoestring.device import pick_device, pick_dtype
 from shoestring.errors import in_run
 from shoestring.evals.model_row import evaluate_row, text_tokens
 from shoestring.formats import pack
-from shoestring.model.encoder import encoder_type
+from shoestring.model.encoder_types import encoder_type
 from shoestring.model.folder import described
 from shoestring.model.save import round_rest
 from shoestring.paths import find_model

@@ -23,7 +23,7 @@ from shoestring.evals.model_row import evaluate_row, text_tokens
 from shoestring.formats import Dense, Format, convert, pack, unpack
 from shoestring.formats.convert import assign, check_fits, format_hosts, tied_names, weight_modules
 from shoestring.model import Decoder, load_model, save_model
-from shoestring.model.encoder import encoder_type
+from shoestring.model.encoder_types import encoder_type
 from shoestring.model.folder import described
 from shoestring.model.save import round_rest
 from shoestring.paths import find_model

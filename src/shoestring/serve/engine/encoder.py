@@ -18,7 +18,8 @@ from torch import Tensor
 
 from shoestring.errors import UserError
 from shoestring.json_files import Fields, read_object
-from shoestring.model.encoder import TEXT_TYPES, encoder_type, load_encoder_module
+from shoestring.model.encoder import load_encoder_module
+from shoestring.model.encoder_types import TEXT_TYPES, encoder_type
 from shoestring.model.tokenizer import Tokenizer
 from shoestring.serve.engine.embedding import Pooling, padded, pooled
 from shoestring.serve.engine.request import Output, Request, Stats
