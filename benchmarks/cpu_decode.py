@@ -7,7 +7,7 @@
 
 Rows: fp32; 4-bit weights decoded to fp32 once (the default of a packed model on a CPU); the same codes multiplied with
 activations rounded to 8 bits, with an fp32 head and with an 8-bit one (the embedding in int8:g0),
-the latter also as on a machine without a C++ compiler; llama.cpp on the GGUF file that all rows come from (Q4_1, its
+llama.cpp on the GGUF file that all rows come from (Q4_1, its
 head Q8_0), through llama-cpp-python in an interpreter that has it, and on files that its own quantizer makes of it
 (Q4_0 and IQ4_NL, which it repacks for Arm and AVX2 when it loads them, and Q4_K_M; the head stays Q8_0). 4-bit weights
 are rounded to nearest; with `--shrunk FOLDER`, which `shoestring run shrink/ptq model=FILE.gguf format=int4:g64`
@@ -65,12 +65,12 @@ MODEL = "SmolLM2-135M-Instruct"
 FORMATS = ("int4:g64", "int4:sym:g64")
 # The first is the file that all rows come from.
 LLAMA = ("llama.cpp Q4_1", "llama.cpp Q4_0", "llama.cpp IQ4_NL", "llama.cpp Q4_K_M")
-WHOLE, BARE = ", 8-bit activations and head", ", no compiler"
+WHOLE = ", 8-bit activations and head"
 SHRUNK = "int4:g64 by gptq+clip" + WHOLE  # of --shrunk
 FILE = "llama.cpp's Q4_0 file, 8-bit activations"
 FILES = {"Q4_0": FILE, "Q4_K_M": FILE.replace("Q4_0", "Q4_K_M"), "Q4_1": "the Q4_1 file, 8-bit activations"}  # in ours
 STEPPED = (*(f + WHOLE for f in FORMATS), SHRUNK, *FILES.values())
-KINDS = (", decoded", ", 8-bit activations", WHOLE, WHOLE + BARE)
+KINDS = (", decoded", ", 8-bit activations", WHOLE)
 EMBED = "int8:g0"  # of embedding and head: the bytes and kernels of int8:sym:g0, which recipes leave
 PROMPT = "prompt_tokens_per_s"
 COMMAND, MEMORY = "command_s", "peak_mb"
@@ -110,12 +110,10 @@ def _of_machine(lines: list[dict[str, Any]]) -> str:
     for case in CASES:
         if not any((case, *c) in speed for c in clocks):
             continue
-        # Without a compiler prompts are computed as with one on Arm; elsewhere by another kernel, which has no row.
-        prompts = case.removesuffix(BARE) if lines[0]["device"] == ARM else case
-        cells = [case, f"{quality[prompts]:.2f}" if prompts in quality else ""]
+        cells = [case, f"{quality[case]:.2f}" if case in quality else ""]
         cells.append(f"{by_token[case]:.2f}" if case in by_token else "")
         if novels:
-            cells.append(f"{novels[prompts]:.2f}" if prompts in novels else "")
+            cells.append(f"{novels[case]:.2f}" if case in novels else "")
         for clock in clocks:
             n = speed.get((case, *clock))
             cells += [f"{n['value']:.1f} ({n['p20']:.1f}-{n['p80']:.1f})", f"{n['ratio']:.2f}x"] if n else ["", ""]
@@ -161,7 +159,7 @@ def build(case: str, given: dict[str, Path | None], model: Decoder | None = None
     model = model or load_model(need_smollm2()).model
     if case == "fp32":
         return model
-    label, _, kind = case.removesuffix(BARE).partition(", ")
+    label, _, kind = case.partition(", ")
     if case not in given:
         rules = [("*", parse_format(label))]
         convert(model, with_embedding(rules, EMBED, model) if kind.endswith("head") else rules)
@@ -222,8 +220,7 @@ def measure_quality(args: argparse.Namespace) -> None:
     model: Decoder | None = loaded.model
     lines = newest("cpu_decode")
     known = {(n["case"], n["metric"]): n["value"] for n in lines if n["metric"].startswith("perplexity")}
-    whole = [case for case in args.cases if not case.endswith(BARE)]
-    wanted = [(case, metric) for case in whole for metric in ("perplexity", "perplexity_novels")]
+    wanted = [(case, metric) for case in args.cases for metric in ("perplexity", "perplexity_novels")]
     wanted += [(case, "perplexity_by_token") for case in args.cases if case in STEPPED]
     for case, metric in wanted:
         if (case, metric) in known and args.missing:
@@ -282,8 +279,6 @@ def time_steps(model: Decoder, prompt: list[int], new: int, threads: int, stream
 
 def answer(case: str, given: dict[str, Path | None]) -> None:
     """The process that `speed` starts for each row of ours: one request per line, one answer per line."""
-    if case.endswith(BARE):
-        os.environ["CXX"] = "none"
     model = build(case, given)
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:

@@ -37,7 +37,7 @@ from shoestring.model import Decoder, Tokenizer, parallel, save_model
 from shoestring.model.export import READERS, export_model
 from shoestring.model.hf import spec_from_hf
 from shoestring.serve import Engine, Sampling
-from shoestring.serve.engine.cpu_decode import TorchDecodeStep, executor_of
+from shoestring.serve.engine.cpu_decode import CompiledDecodeStep, executor_of
 from shoestring.serve.engine.fused_decoder import FusedDecoder, unusable
 from shoestring.train.data import Micro
 from shoestring.train.objectives import CrossEntropy
@@ -138,7 +138,7 @@ def cpu_step(name: str, kind: str) -> str:
         want = torch.cat([want, torch.tensor([[token]])], dim=1)
     if step is None:
         experts = spec_of(name).experts is not None
-        return f"{OWN}, 8-bit inputs: {'experts' if experts else TorchDecodeStep.unsupported(model.plan)}"
+        return f"{OWN}, 8-bit inputs: {'experts' if experts else CompiledDecodeStep.unsupported(model.plan)}"
     return "one step, 8-bit inputs"
 
 

@@ -39,25 +39,21 @@ def test_the_table_has_measured_rows_and_clocks_only(tmp_path: Path, monkeypatch
     assert "llama.cpp Q4_1 |" not in text and "Time of a token" not in text
     config = {**config, "threads": 2, "clock": "wall"}
     common = {**common, "config": config, "ratio": 2.0, "metric": "tokens_per_s", "samples": [25.0]}
-    stepped, bare = "int4:g64" + cpu_decode.WHOLE, "int4:g64" + cpu_decode.WHOLE + cpu_decode.BARE
+    stepped = "int4:g64" + cpu_decode.WHOLE
     record(case=stepped, **common)  # type: ignore[arg-type]
-    record(case=bare, **common)  # type: ignore[arg-type]
     for metric, value in (("perplexity", 34.5), ("perplexity_by_token", 34.4)):
         record(bench="cpu_decode", case=stepped, metric=metric, unit="", samples=[value], folder=tmp_path)
     text = cpu_decode.table()
     assert f"| {stepped} | 34.50 | 34.40 |  |  | 25.0 (25.0-25.0) | 2.00x |" in text
-    assert f"| {bare} | 34.50 |  |" in text  # prompts are computed alike
     assert "in units of llama.cpp's best: 0.50 (int4:g64, 2 threads)." in text
     assert text.count("**") == 2 and "prompt" not in text
     monkeypatch.setattr(result_line, "device_name", lambda: "another machine")
     record(case=stepped, **common)  # type: ignore[arg-type]
     record(case=stepped, **{**common, "metric": cpu_decode.PROMPT, "samples": [1234.0]})  # type: ignore[arg-type]
-    record(case=bare, **common)  # type: ignore[arg-type]
     record(bench="cpu_decode", case=stepped, metric="perplexity", unit="", samples=[34.3], folder=tmp_path)
     first, other = cpu_decode.table().split("**another machine**")
     assert first.rstrip() == text and "| prompt tokens/s, 2 threads |" in other
     assert f"| {stepped} | 34.30 |  | 25.0 (25.0-25.0) | 2.00x | 1,234 |" in other
-    assert f"| {bare} |  |  | 25.0 (25.0-25.0) | 2.00x |  |" in other  # another kernel than that of the row above
 
 
 def test_the_script_for_the_other_interpreter_is_python() -> None:

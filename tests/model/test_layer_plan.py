@@ -20,9 +20,9 @@ from shoestring.kernels.lowbit.w4a8 import unusable as no_int8
 from shoestring.kernels.runtime.triton_backend import fall_back
 from shoestring.model import Decoder, ModelSpec, layer_plan, parallel
 from shoestring.model.layer_plan import PARTS, DecoderPlan, LayerPlan, NormPlan, RopePlan, plan_decoder
-from shoestring.serve.engine import cpu_decode, fused_decoder, runner
+from shoestring.serve.engine import cpu_decode, fused_decoder
 from shoestring.serve.engine.block_pool import BlockPool, RowSpan
-from shoestring.serve.engine.cpu_decode import CompiledDecodeStep, TorchDecodeStep, executor_of
+from shoestring.serve.engine.cpu_decode import CompiledDecodeStep, executor_of
 from shoestring.serve.engine.fused_decoder import FusedDecoder
 from shoestring.serve.engine.runner import Batch, Runner
 
@@ -143,8 +143,8 @@ def test_the_fused_step_on_combinations() -> None:
 
 
 @torch.no_grad()
-def check_cpu(plan: DecoderPlan, monkeypatch: pytest.MonkeyPatch) -> int:
-    """How many of the two executors compute the plan."""
+def check_cpu(plan: DecoderPlan, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the CPU step computes the plan."""
     model = decoder(plan, torch.float32)
     convert(model, [("blocks.*", parse_format("int4:g32"))])
     pack(model)
@@ -154,15 +154,13 @@ def check_cpu(plan: DecoderPlan, monkeypatch: pytest.MonkeyPatch) -> int:
         want, chosen = model(TOKENS[None])[0], executor_of(model)
     # Rounding inputs to 8 bits turns last bits into a level here and there, the more the deeper.
     bound = 0.06 * float(want.abs().max())
-    executors = [e for e in (CompiledDecodeStep, TorchDecodeStep) if e.unsupported(plan) is None]
-    assert chosen is (executors[0] if executors else None)
-    for executor in executors or [None]:
-        monkeypatch.setattr(runner, "executor_of", lambda _, executor=executor: executor)
-        run = Runner(model, BlockPool(5, 4))
-        got = stepwise(model, run)
-        assert type(run._cpu) is (executor or type(None))
-        torch.testing.assert_close(got, want, rtol=0, atol=bound)
-    return len(executors)
+    computed = CompiledDecodeStep.unsupported(plan) is None
+    assert chosen is (CompiledDecodeStep if computed else None)
+    run = Runner(model, BlockPool(5, 4))
+    got = stepwise(model, run)
+    assert type(run._cpu) is (CompiledDecodeStep if computed else type(None))
+    torch.testing.assert_close(got, want, rtol=0, atol=bound)
+    return computed
 
 
 @needs_int8

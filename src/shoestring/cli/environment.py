@@ -124,18 +124,15 @@ def gpu_kernels() -> list[list[str]]:
 
 
 def cpu_kernels() -> list[list[str]]:
-    from shoestring.formats.int8_activations import has_own_kernel, refusal
+    from shoestring.formats.int8_activations import refusal
     from shoestring.kernels.lowbit.w4a8 import has_arm_kernels
-    from shoestring.kernels.runtime.cpp import find_compiler
 
-    what = "8-bit activations (--int8-activations)"
-    by = "torch, with Arm kernels" if has_arm_kernels() else "torch, a portable loop: slow; install g++"
-    by = "C++, compiled on first use" if has_own_kernel() else by
-    compiler = None if find_compiler() else "no C++ compiler: install g++, or set CXX"
+    what, compiled = "8-bit activations (--int8-activations)", "C++, compiled on first use"
+    prompts = "torch, with Arm kernels" if has_arm_kernels() else compiled
     return [
         row("packed weights on a CPU", "torch, decoded once when loaded", None),
-        row(f"{what}, prompts and batches", by, refusal()),
-        row(f"{what}, single tokens", "C++, compiled on first use", compiler or refusal()),
+        row(f"{what}, prompts and batches", prompts, refusal()),
+        row(f"{what}, single tokens", compiled, refusal()),
     ]
 
 

@@ -4,9 +4,9 @@
     names = quantize_activations(model)
 
 By default a CPU multiplies with decoded weights in fp32. The returned layers multiply the codes with 8-bit
-activations instead: torch's operator where it has Arm kernels (kernels/lowbit/w4a8.py), else our own C++
-(kernels/lowbit/tiled_linear.py), and torch's portable loop where there is no compiler either. It is opt-in because
-logits change a little: benchmarks/cpu_decode.py has the perplexity beside the speed. Saving, unpacking and moving the
+activations instead, by torch's operator where it has Arm kernels (kernels/lowbit/w4a8.py) and by our own C++ elsewhere
+(kernels/lowbit/tiled_linear.py). Without a C++ compiler they stay as they are. It is opt-in because logits change a
+little: benchmarks/cpu_decode.py has the perplexity beside the speed. Saving, unpacking and moving the
 model work as before; on another device or in another dtype the layer computes as any packed layer.
 
 Left out on purpose: table formats (nf, fp), 2:4, groups that are no multiple of 32: such layers stay as they are.
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import torch
@@ -65,7 +64,9 @@ class Int8Host(FormatHost):
     def operands8(self) -> Operands:
         """Torch's. Made at the first use, and again after the weight was loaded or moved."""
         if self.int8 is None:
-            self.int8 = torch_operands([self])
+            format, parts = format_of(self), self.parts()
+            codes = unpack_bits(parts["codes"], format.bits)
+            self.int8 = pack_operands(codes, parts["scale"], parts["zero"], format.bits)
         return self.int8
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -107,8 +108,8 @@ class Int8Host(FormatHost):
 
     def _takes_tiles(self) -> bool:
         # Torch has no kernel for offsets.
-        own = has_own_kernel() or isinstance(self.format, IntOffset)
-        return self.device.type == "cpu" and own and usable()
+        own = not has_arm_kernels() or isinstance(self.format, IntOffset)
+        return self.device.type == "cpu" and own
 
     def unpack(self, dtype: torch.dtype = torch.float32) -> None:
         self.int8 = None
@@ -141,37 +142,18 @@ def _tile(parts: Parts, format: IntAsym | IntOffset) -> Parts:
     return {"tiles": made.codes, "tile_scale": made.scale, "tile_shift": made.shift}
 
 
-def torch_operands(hosts: Sequence[FormatHost]) -> Operands:
-    """The hosts, which share input and Format, one below the other as one weight."""
-    format, parts = format_of(hosts[0]), [h.parts() for h in hosts]
-    assert all(h.format == format for h in hosts)
-    codes, scale, zero = (torch.cat([p[n] for p in parts]) for n in ("codes", "scale", "zero"))
-    return pack_operands(unpack_bits(codes, format.bits), scale, zero, format.bits)
-
-
-def product_of(*hosts: Int8Host) -> Callable[[Tensor], Tensor]:
-    """fp32 [T, in] -> the outputs [T, out] of hosts that share their input, side by side, without biases."""
-    if hosts[0].tiled or any(h.format != hosts[0].format for h in hosts):
-        return lambda x_TK: torch.cat([h.multiply(x_TK) for h in hosts], 1)
-    operands = torch_operands(hosts)
-    return lambda x_TK: w4a8(x_TK, operands)
-
-
-def has_own_kernel() -> bool:
-    """Whether our own C++ multiplies here: torch has no Arm kernels, and there is a compiler."""
-    return not has_arm_kernels() and find_compiler() is not None
-
-
 def refusal() -> str | None:
-    """Why this machine cannot round activations to 8 bits, or None."""
-    return None if has_own_kernel() else unusable()
+    """Why this machine cannot round activations to 8 bits, or None. Compiles nothing."""
+    if find_compiler() is None:
+        return "there is no C++ compiler; install g++, or set CXX"
+    return unusable() if has_arm_kernels() else None
 
 
 def has_int8_kernel(host: FormatHost) -> bool:
     format = host.format
     return (
         host.packed
-        and (isinstance(format, IntAsym) or (isinstance(format, IntOffset) and usable()))
+        and isinstance(format, IntAsym | IntOffset)
         and usable_group(format.group, host.shape[1])
         and not is_sharded(next(iter(host.buffers())))
     )
@@ -182,7 +164,7 @@ def gains_on(model: nn.Module, compute_dtype: torch.dtype) -> bool:
     if any(isinstance(m, Int8Host) for m in model.modules()):
         return False
     on_cpu = all(p.device.type == "cpu" for p in model.parameters()) and compute_dtype == torch.float32
-    return on_cpu and (has_own_kernel() or (has_arm_kernels() and unusable() is None))
+    return on_cpu and refusal() is None
 
 
 def would_gain(model: nn.Module, compute_dtype: torch.dtype) -> bool:
@@ -193,9 +175,10 @@ def would_gain(model: nn.Module, compute_dtype: torch.dtype) -> bool:
 
 def quantize_activations(model: nn.Module, *, compute_dtype: torch.dtype = torch.float32) -> list[str]:
     """Let the packed integer layers, and an embedding that is the head, round their inputs to 8 bits, in place; their
-    names. An embedding that is no head is looked up in its stored parts.
+    names. An embedding that is no head is looked up in its stored parts. Where the machine cannot do it, a warning says
+    so and nothing changes.
 
-    UserError where the machine, or none of the layers, can do it. `compute_dtype`: that of the activations.
+    UserError where no layer can do it. `compute_dtype`: that of the activations.
     """
     devices = {t.device.type for t in (*model.parameters(), *model.buffers())}
     if devices - {"cpu"} or compute_dtype != torch.float32:
@@ -203,15 +186,12 @@ def quantize_activations(model: nn.Module, *, compute_dtype: torch.dtype = torch
             f"8-bit activations are for models on a CPU in float32, not on {', '.join(sorted(devices))} in "
             f"{str(compute_dtype).removeprefix('torch.')}; leave them out, or choose cpu and fp32"
         )
-    if reason := refusal():
-        raise UserError(f"8-bit activations are not possible here: {reason}; leave them out")
+    reason = refusal() or (None if usable() else "the C++ compiler failed")
+    if reason is not None:
+        warnings.warn(f"8-bit activations are left out and fp32 is used: {reason}", stacklevel=2)
+        return []
     found = [(name, host) for name, host in format_hosts(model) if has_int8_kernel(host)]
     if not any(isinstance(host, FormatLinear) for _, host in found):
-        if not usable() and any(h.packed and isinstance(h.format, IntOffset) for _, h in format_linears(model)):
-            raise UserError(
-                "8-bit activations of int4:min layers (Q4_1, Q5_1, Q4_K and Q5_K in a .gguf file) are computed by C++, "
-                "and there is no C++ compiler: install g++, or leave them out"
-            )
         raise UserError(
             "8-bit activations need packed integer layers (int2 to int8) with a group that is a multiple of 32, or 0, "
             "and there are none: make them with `shoestring quantize MODEL int4:g64`, or give a quantized .gguf file"
@@ -222,10 +202,4 @@ def quantize_activations(model: nn.Module, *, compute_dtype: torch.dtype = torch
         assert isinstance(host, Int8Host)
         host.int8, host.decoded = None, None
         host.use_kernels()
-    if not (has_arm_kernels() or has_own_kernel()):
-        warnings.warn(
-            "8-bit activations: there is no C++ compiler, and torch has only a slow loop for this processor; a prompt "
-            "takes many times as long as without them: install g++, or leave them out",
-            stacklevel=2,
-        )
     return [name for name, _ in found]

@@ -14,8 +14,8 @@
 A norm that is absent is the identity; `softcap(z)` is cap * tanh(z / cap). In a parallel layer both sublayers read the
 layer's input.
 
-`Decoder.forward` (transformer.py) computes every plan. The fused step (serve/engine/fused_decoder.py), the two CPU
-steps (serve/engine/cpu_decode.py) and tensor parallelism (parallel.py) each declare a `Support`: the values of every
+`Decoder.forward` (transformer.py) computes every plan. The fused step (serve/engine/fused_decoder.py), the CPU
+step (serve/engine/cpu_decode.py) and tensor parallelism (parallel.py) each declare a `Support`: the values of every
 field that they compute. Other values are refused with a reason, and the engine runs the model's own forward. So a new
 architecture is a field here with its value in `plan_decoder`, its names in families.py and its arithmetic in
 transformer.py; executors that do not declare the field refuse it, and tests/model/test_layer_plan.py fails until the
@@ -31,17 +31,7 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from shoestring.model.skip import KINDS, Kind
-from shoestring.model.spec import (
-    GATED,
-    DynamicRope,
-    Experts,
-    LinearRope,
-    Llama3Rope,
-    LongRope,
-    ModelSpec,
-    RopeScaling,
-    YarnRope,
-)
+from shoestring.model.spec import GATED, Experts, LongRope, ModelSpec, RopeScaling, YarnRope
 
 
 @dataclass(frozen=True)
@@ -197,16 +187,6 @@ def _plan_rope(spec: ModelSpec, layer: int) -> RopePlan | None:
 PARTS = (DecoderPlan, LayerPlan, NormPlan, AttentionPlan, RopePlan, MlpPlan, ExpertsPlan)
 
 
-class InstancesOf:
-    """The values of these types, as a container for `Support.only`."""
-
-    def __init__(self, *types: type) -> None:
-        self.types = types
-
-    def __contains__(self, value: object) -> bool:
-        return isinstance(value, self.types)
-
-
 @dataclass(frozen=True)
 class Support:
     """The plans that an executor computes, by the names of `features`."""
@@ -221,17 +201,6 @@ class Support:
             if name not in free and value not in self.only.get(name, ()):
                 return f"{name}={value!r}"
         return None
-
-
-# What most executors leave to the model's own forward: the values that all of these fields must have.
-PLAIN: dict[str, Container[object]] = {
-    **dict.fromkeys(("embed_scale", "logit_softcap", "attn.softcap", "attn.scale", "attn.rope.dim"), (None,)),
-    **dict.fromkeys(("attn_post_norm", "mlp_post_norm"), (None,)),
-    "attn.qk_norm_over": ("head",),
-    "parallel": (False,),
-}
-# Scalings that only change the frequencies, for every length of text alike.
-PLAIN_ROPE = InstancesOf(type(None), Llama3Rope, LinearRope, DynamicRope)
 
 
 def features(plan: DecoderPlan) -> Iterator[tuple[str, object]]:

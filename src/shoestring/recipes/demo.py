@@ -12,7 +12,7 @@ Expect:  the small model (2.3M parameters) reaches a perplexity near 75 on unsee
          with half of its weights pruned, the others in 16 or in 4 bits; SmolLM2-135M goes from 15.3 to 19.8 on the
          Python reference and still knows Paris; with 8-bit activations it decodes several times as fast at 20.2,
          and as published, multiplied with the codes of its file, about as fast with hardly any loss
-         (with a C++ compiler; without one less so on Arm, and left out on x86)
+         (with a C++ compiler; left out without one)
 Leaves:  runs/demo-DATE with report.html, the trained run and the packed models
 
 The demo is a list of stages. Each takes the state of the demo and adds rows and texts to it, in a few lines that can be

@@ -26,14 +26,13 @@ from shoestring.model.transformer import untie_head
 from shoestring.serve import Engine, Sampling
 from shoestring.serve.engine import cpu_decode, runner
 from shoestring.serve.engine.block_pool import BlockPool, RowSpan
-from shoestring.serve.engine.cpu_decode import CompiledDecodeStep, TorchDecodeStep, executor_of
+from shoestring.serve.engine.cpu_decode import CompiledDecodeStep, executor_of
 from shoestring.serve.engine.kv_cache import KVCache
 from shoestring.serve.engine.runner import Batch, Runner
 from shoestring.serve.speculative.draft_model import DraftModel, trim_head
 from shoestring.serve.speculative.ngram_drafter import NgramDrafter
 
 pytestmark = pytest.mark.skipif(int8_activations.refusal() is not None, reason=str(int8_activations.refusal()))
-needs_compiler = pytest.mark.skipif(cpp.find_compiler() is None, reason="needs a C++ compiler")
 SPEC = ModelSpec(90, 64, 2, 4, 2, 16, 160, 64, bos_id=1, eos_id=2)
 SPECS = {
     "llama": SPEC,
@@ -42,8 +41,7 @@ SPECS = {
     "one group": replace(SPEC, num_kv_heads=1, mlp_bias=True, out_bias=True),
     "heads of 48": replace(SPEC, num_heads=2, num_kv_heads=2, head_dim=48),
 }
-# What only the compiled step computes.
-COMPILED = {
+FURTHER = {
     "gemma2": replace(
         SPEC, model_type="gemma2", norm="rms_offset", norm_placement="both", act="geglu_tanh", scaled_embeddings=True,
         sliding_window=5, full_layers=(1,), attn_scale=0.3, attn_softcap=4.0, logit_softcap=20.0,
@@ -55,7 +53,6 @@ COMPILED = {
     "olmo2": replace(SPEC, model_type="olmo2", norm_placement="post", qk_norm=True, qk_norm_over="width"),
     "smollm3": replace(SPEC, model_type="smollm3", no_rope_layers=(1,), act="geglu"),
 }  # fmt: skip
-STEPS = [TorchDecodeStep, pytest.param(CompiledDecodeStep, marks=needs_compiler)]
 HEAD = "int8:sym:g0"
 WITHOUT = "#undef __ARM_FEATURE_DOTPROD\n#undef __AVX2__\n"
 
@@ -82,23 +79,18 @@ def cache_of(spec: ModelSpec, block_size: int = 4) -> KVCache:
     return cache
 
 
-def row_of(
-    step: TorchDecodeStep | CompiledDecodeStep, token: int, blocks: Sequence[int], position: int, cache: KVCache
-) -> torch.Tensor:
+def row_of(step: CompiledDecodeStep, token: int, blocks: Sequence[int], position: int, cache: KVCache) -> torch.Tensor:
     """Logits of one row."""
     return step.logits([token], [RowSpan(blocks, position, 1)], [0], cache)
 
 
 @pytest.mark.parametrize("blocks", [[2, 3, 4, 5], [6, 1, 3, 0]], ids=["neighbours", "scattered"])
 @pytest.mark.parametrize("name", SPECS)
-@pytest.mark.parametrize("step", STEPS)
 @torch.no_grad()
-def test_logits_keys_and_values_are_those_of_the_plain_forward(
-    name: str, blocks: list[int], step: type[TorchDecodeStep | CompiledDecodeStep]
-) -> None:
+def test_logits_keys_and_values_are_those_of_the_plain_forward(name: str, blocks: list[int]) -> None:
     model = served(SPECS[name], embed="int8:g0" if name == "qwen3" else "dense")
     assert model.embed.packed == (name == "qwen3")
-    assert executor_of(model) is not None and step.unsupported(model.plan) is None
+    assert executor_of(model) is CompiledDecodeStep
     tokens, span = torch.arange(3, 15), RowSpan(blocks, 11, 1)
     caches = []
     for short in (True, False):
@@ -107,40 +99,35 @@ def test_logits_keys_and_values_are_those_of_the_plain_forward(
         plan = cache.plan([RowSpan(blocks, 0, 11)], "cpu")
         model(tokens[None, :11], torch.arange(11)[None], attend=plan)
         if short:
-            got = step(model).logits([14], [span], [0], cache)
+            got = CompiledDecodeStep(model).logits([14], [span], [0], cache)
         else:
             wanted = model(tokens[None, 11:], torch.tensor([[11]]), attend=cache.plan([span], "cpu"))[0]
         caches.append(cache)
-    # Rounding inputs to 8 bits turns last bits into a level here and there; CompiledDecodeStep has finer levels and
+    # Rounding inputs to 8 bits turns last bits into a level here and there; the step has finer levels and
     # scales than the plain forward where that is torch's (the tests below compare it with the exact function).
-    share = 0.02 if step is TorchDecodeStep else 0.05
+    share = 0.05
     torch.testing.assert_close(got, wanted, atol=share * float(wanted.abs().max()), rtol=0)
     for layer in range(2):
         for mine, other in zip(caches[0].stored(layer), caches[1].stored(layer), strict=True):
             torch.testing.assert_close(mine, other, atol=share * float(other.abs().max()), rtol=0)
 
 
-@pytest.mark.parametrize("step", STEPS)
-def test_the_engine_takes_it_for_few_rows_and_the_plain_forward_for_others(
-    monkeypatch: pytest.MonkeyPatch, step: type[TorchDecodeStep | CompiledDecodeStep]
-) -> None:
-    monkeypatch.setattr(runner, "executor_of", lambda _: step)
+def test_the_engine_takes_it_for_few_rows_and_the_plain_forward_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
     model = served(head=HEAD)
     calls: list[int] = []
-    plain = step.logits
-    monkeypatch.setattr(step, "logits", lambda self, *a: (calls.append(1), plain(self, *a))[1])
+    plain = CompiledDecodeStep.logits
+    monkeypatch.setattr(CompiledDecodeStep, "logits", lambda self, *a: (calls.append(1), plain(self, *a))[1])
     prompts = [[1, 5, 9, 12], [1, 7, 7], [1, 30, 31, 32, 33]]
     sampling = Sampling(max_tokens=8, ignore_eos=True)
     alone = [Engine(model, max_requests=1, max_context=32).generate([p], sampling)[0].token_ids for p in prompts]
-    compiled = step is CompiledDecodeStep
-    assert len(calls) == 3 * (7 + compiled)  # torch's reads no prompts
+    assert len(calls) == 3 * 8
     calls.clear()
     together = [o.token_ids for o in Engine(model, max_requests=3, max_context=32).generate(prompts, sampling)]
-    assert len(calls) == 8 * compiled and (together == alone or not compiled)
+    assert len(calls) == 8 and together == alone
     calls.clear()
     monkeypatch.setattr(cpu_decode, "MOST_ROWS", 16)
     Engine(model, max_requests=1, max_context=32).generate([list(range(1, 19))], sampling)
-    assert len(calls) == 7  # the prompt has more rows than either takes
+    assert len(calls) == 7  # the prompt has more rows than it takes
     monkeypatch.setattr(runner, "executor_of", lambda _: None)
     without = [Engine(model, max_requests=1, max_context=32).generate([p], sampling)[0].token_ids for p in prompts]
     # Last bits may turn a level of an input, and that a choice between two tokens that are almost equal.
@@ -161,12 +148,9 @@ def test_the_measured_pass_is_the_one_that_steps_take(monkeypatch: pytest.Monkey
 
 def test_requests_that_torch_computes_faster() -> None:
     one, drafts, prompt, far = RowSpan([0], 5000, 1), RowSpan([0], 5000, 16), RowSpan([0], 0, 64), RowSpan([0], 200, 64)
-    assert TorchDecodeStep.taken([one]) == [0]
-    assert TorchDecodeStep.taken([one, one]) == TorchDecodeStep.taken([drafts]) == []
     assert CompiledDecodeStep.taken([one, far, drafts, prompt, RowSpan([0], 0, 65), one]) == [0, 2, 3, 5]
 
 
-@needs_compiler
 def test_a_request_does_not_depend_on_a_long_prompt_beside_it() -> None:
     """Drafts, a long prompt and a single row in one batch, whose wanted rows are in any order."""
     model, found = served(head=HEAD), []
@@ -187,7 +171,6 @@ def test_a_request_does_not_depend_on_a_long_prompt_beside_it() -> None:
     assert torch.equal(*found)
 
 
-@needs_compiler
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_drafts_and_other_requests_change_no_text(temperature: float) -> None:
     model, prompts = served(head=HEAD), [[5, 6] * 12, list(range(1, 50)), [7, 8, 9] * 3]
@@ -286,15 +269,11 @@ def agrees(model: Decoder, monkeypatch: pytest.MonkeyPatch, **how: int) -> bool:
     return any(difference(model, monkeypatch, **how, seed=seed) < 1e-4 for seed in (1, 2, 3))
 
 
-@needs_compiler
-@pytest.mark.parametrize(
-    ("name", "threads"), [*((n, t) for n in SPECS for t in (1, 2, 5)), *((n, 3) for n in COMPILED)]
-)
+@pytest.mark.parametrize(("name", "threads"), [*((n, t) for n in SPECS for t in (1, 2, 5)), *((n, 3) for n in FURTHER)])
 def test_it_computes_products_of_rounded_inputs(name: str, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert agrees(served({**SPECS, **COMPILED}[name], head=HEAD), monkeypatch, threads=threads)
+    assert agrees(served({**SPECS, **FURTHER}[name], head=HEAD), monkeypatch, threads=threads)
 
 
-@needs_compiler
 @pytest.mark.parametrize("num", [46, 51])
 @pytest.mark.parametrize("heads", [(4, 2), (4, 1), (6, 2), (2, 2)])
 def test_positions_and_heads_that_are_taken_together(
@@ -305,14 +284,13 @@ def test_positions_and_heads_that_are_taken_together(
     assert agrees(model, monkeypatch, num=num, begin=num - 1)
 
 
-@needs_compiler
 @pytest.mark.parametrize("threads", [1, 2, 5])
-@pytest.mark.parametrize("name", [*SPECS, *COMPILED])
+@pytest.mark.parametrize("name", [*SPECS, *FURTHER])
 @torch.no_grad()
 @pytest.mark.few(8)
 def test_rows_do_not_depend_on_each_other(name: str, threads: int) -> None:
     """The next token of a request, three rows that are checked of another, and a prompt; one by one and together."""
-    model = served({**SPECS, **COMPILED}[name], head=HEAD)
+    model = served({**SPECS, **FURTHER}[name], head=HEAD)
     step, spans = CompiledDecodeStep(model), [RowSpan([6, 1, 3], 9, 1), RowSpan([2, 4], 4, 3), RowSpan([0, 5], 0, 8)]
     tokens = torch.randint(90, (30,), generator=torch.Generator().manual_seed(3)).tolist()
     rows, caches, found = [0, 1, 2, 3, 11], [], []
@@ -340,14 +318,12 @@ def test_rows_do_not_depend_on_each_other(name: str, threads: int) -> None:
             assert torch.equal(mine, other)
 
 
-@needs_compiler
 @pytest.mark.parametrize("label", ["int4:sym:g32", "int4:g0", "int3:g32", "int2:sym:g32", "int8:g32", "int4:min:g32"])
 @pytest.mark.parametrize("head", ["", "int8:g32", "int4:g64", "int8:min:g32"])
 def test_formats_and_heads(label: str, head: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert agrees(served(label=label, head=head), monkeypatch, num=5)
 
 
-@needs_compiler
 @pytest.mark.parametrize("embed", ["int8:g0", "int8:sym:g0", "int4:g32"])
 def test_a_packed_embedding_is_the_head(embed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = served(embed=embed)
@@ -363,7 +339,6 @@ def test_prompts_that_are_read_in_several_parts(embed: str) -> None:
     assert parts == Engine(model, max_requests=1, max_context=64, chunk=64).generate([prompt], sampling)[0].token_ids
 
 
-@needs_compiler
 def test_prompts_and_single_tokens_share_their_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(int8_activations, "has_arm_kernels", lambda: False)
     model = served(SPECS["one group"], embed="int8:g0")
@@ -379,7 +354,6 @@ def test_prompts_and_single_tokens_share_their_tiles(monkeypatch: pytest.MonkeyP
         assert names == {f"weight_tile{rest}" for rest in ("s", "_scale", "_shift")} and host.int8 is None
 
 
-@needs_compiler
 def test_without_special_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
     library = cpp.load_library(WITHOUT + TILES.read_text() + cpu_decode.SOURCE.read_text())
     assert library is not None
@@ -389,7 +363,6 @@ def test_without_special_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
     assert agrees(served(head=HEAD), monkeypatch)
 
 
-@needs_compiler
 @torch.no_grad()
 def test_what_is_not_a_number_stays_so() -> None:
     for poison in (float("nan"), float("inf")):
@@ -399,7 +372,6 @@ def test_what_is_not_a_number_stays_so() -> None:
         assert logits.isnan().all()
 
 
-@needs_compiler
 def test_callers_on_several_threads_take_turns_and_a_fork_has_threads_of_its_own() -> None:
     model = served(head=HEAD)
     step = CompiledDecodeStep(model)
@@ -431,7 +403,6 @@ def test_callers_on_several_threads_take_turns_and_a_fork_has_threads_of_its_own
     assert ended and status == 0
 
 
-@needs_compiler
 def test_a_cache_that_grew_is_found_again() -> None:
     model = served(head=HEAD)
     step = CompiledDecodeStep(model)
@@ -449,7 +420,6 @@ def test_a_cache_that_grew_is_found_again() -> None:
         torch.testing.assert_close(again, logits[position], atol=1e-4, rtol=1e-4)
 
 
-@needs_compiler
 def test_what_the_first_step_needs_is_compiled_while_the_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[str] = []
     monkeypatch.setattr(cpp, "begin_compiling", lambda *sources: begun.extend(sources) or True)
@@ -464,19 +434,19 @@ def test_what_the_first_step_needs_is_compiled_while_the_model_is_loaded(monkeyp
     assert loaded == begun
 
 
-@needs_compiler
-def test_without_a_compiler_the_torch_step_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = served()
-    assert executor_of(model) is CompiledDecodeStep
-    monkeypatch.setenv("SHOESTRING_CACHE", str(tmp_path))
+def test_without_a_compiler_fp32_is_used_and_one_line_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = Decoder(SPEC).eval()
+    convert(model, [("*", parse_format("int4:g32"))])
+    pack(model)
+    tokens = torch.arange(12)[None]
+    with torch.no_grad():
+        before = model(tokens)
     monkeypatch.setenv("CXX", "no-such-compiler")
-    cpp.loaded_library.cache_clear()
-    cpu_decode._function.cache_clear()
-    try:
-        assert "compiler" in str(CompiledDecodeStep.unsupported(model.plan))
-        runner = Runner(model, BlockPool(4, 4))
-        runner.refresh()
-        assert isinstance(runner._cpu, TorchDecodeStep)
-    finally:
-        cpu_decode._function.cache_clear()
-        cpp.loaded_library.cache_clear()
+    with pytest.warns(UserWarning, match=r"left out and fp32 is used: there is no C\+\+ compiler; install g\+\+"):
+        assert quantize_activations(model) == []
+    runner = Runner(model, BlockPool(4, 4))
+    runner.refresh()
+    assert runner._cpu is None
+    with torch.no_grad():
+        assert torch.equal(model(tokens), before)

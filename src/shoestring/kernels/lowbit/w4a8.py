@@ -3,8 +3,8 @@
     y = x W^T,  W[n, k] = (q[n, k] - z[n, g]) * s[n, g],  g the group of k
     x' = x rounded, row by row, to 256 levels between its smallest and its largest value (and 0)
 
-`_dyn_quant_matmul_4bit` (KleidiAI on Arm, a portable loop elsewhere) multiplies x' with 4-bit codes -8..7 and a scale
-per group of 32k weights or per row, in integers:
+`_dyn_quant_matmul_4bit` (KleidiAI on Arm; elsewhere a slow loop, which only tests use) multiplies x' with 4-bit codes
+-8..7 and a scale per group of 32k weights or per row, in integers:
 
     2, 3 bits   q - z fits -7..7: one plane
     4 bits      q - 8, and where z is not 8 the rest, sum_g (8 - z) s sum_{k in g} x[k], in fp32

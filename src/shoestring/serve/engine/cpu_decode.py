@@ -1,21 +1,15 @@
 """A step of few rows on a CPU, for layers that round their inputs to 8 bits: next tokens, and drafts that are checked.
 
 With 4-bit codes the products of a small model take less time than the calls around them: `Decoder.forward` makes
-about sixty calls a block. Two executors make fewer, over the same models and the same cache:
+about sixty calls a block. `CompiledDecodeStep` makes one call of C++ (cpu_decode.cpp), head included. The machine's
+compiler builds it at the first use. Every thread computes its share of each weight's rows; torch's number of threads
+(torch.set_num_threads) counts. Products are those of kernels/lowbit/tiled_linear.py, rounded block by block; torch's
+operator, which reads prompts on Arm, rounds a whole row at once. The step reads the tiles in which layers hold their
+weights where our own C++ reads prompts, too, and makes its own elsewhere (Arm). What a row gives does not depend on the
+others, so that a text does not depend on what else is served.
 
-    CompiledDecodeStep  few rows of each request, head included, as one call of C++ (cpu_decode.cpp) that the machine's
-                        compiler builds at the first use. Every thread computes its share of each weight's rows; torch's
-                        number of threads (torch.set_num_threads) counts. Products are those of
-                        kernels/lowbit/tiled_linear.py, rounded block by block; torch's operator, which reads prompts on
-                        Arm, rounds a whole row at once. It reads the tiles in which layers hold their weights where our
-                        own C++ reads prompts, too, and makes its own elsewhere (Arm). What a row gives does not depend
-                        on the others, so that a text does not depend on what else is served.
-    TorchDecodeStep     one row, with about twenty torch calls a block, for machines without a C++ compiler and for
-                        heads whose width is no multiple of 16; several times slower. q, k, v are one product and so are
-                        gate and up; RoPE is one small matrix product, with a [D, D] rotation that is made once a step.
-
-Both compute what `Decoder.forward` computes on such layers, up to the rounding of inputs. Keys and values are stored as
-the plain forward stores them, so steps of all kinds may follow each other.
+It computes what `Decoder.forward` computes on such layers, up to the rounding of inputs. Keys and values are stored as
+the plain forward stores them, so steps of both kinds may follow each other.
 
 Left out, and run by the plain forward: long prompts, skipped sublayers, layers in different formats, and
 architectures that `unsupported` names.
@@ -27,8 +21,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +30,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoestring.formats.int8_activations import Int8Host, format_of, product_of
+from shoestring.formats.int8_activations import Int8Host, format_of
 from shoestring.kernels.lowbit import tiled_linear
 from shoestring.kernels.lowbit.tiled_linear import ROWS, CMatrix, compiled, pointer, usable
 from shoestring.kernels.runtime.triton_backend import fall_back
 from shoestring.model.attention import rope_frequencies, soft_cap
-from shoestring.model.layer_plan import PLAIN, PLAIN_ROPE, DecoderPlan, LayerPlan, RopePlan, Support, features
+from shoestring.model.layer_plan import DecoderPlan, LayerPlan, RopePlan, Support, features
 from shoestring.model.transformer import Block, Decoder, Mlp, Norm
 from shoestring.serve.engine.block_pool import RowSpan
 from shoestring.serve.engine.kv_cache import KVCache
@@ -51,29 +45,9 @@ SOURCE = Path(__file__).with_name("cpu_decode.cpp")
 # torch takes longer: it has less to do for a pair of a row and a position.
 FEW, MOST_ROWS, MOST_PAIRS = 16, 64, 12_000
 ACTS = ("swiglu", "geglu_tanh", "geglu")  # as the source numbers them
-# What both executors compute.
-SUPPORT = Support(
-    any_value="""
-        d_model attn_norm.eps mlp_norm.eps final_norm.eps attn.num_heads attn.num_kv_heads attn.head_dim
-        attn.qkv_bias attn.out_bias attn.qk_norm attn.qk_norm.eps attn.rope.theta mlp.d_ff
-        mlp.bias
-    """,
-    only={
-        **PLAIN,
-        "experts": (None,),
-        "attn.rope.scaling": PLAIN_ROPE,
-        **dict.fromkeys(("attn_norm.kind", "attn.qk_norm.kind", "mlp_norm.kind", "final_norm.kind"), ("rms",)),
-        "learned_positions": (False,),
-        "order": (("attn", "mlp"),),
-        "attn.window": (None,),
-        "mlp.act": ("swiglu",),
-    },
-)
-
-
 RMS = ("rms", "rms_offset")
-# What the compiled step computes, with layers that differ in windows and rotations.
-COMPILED = Support(
+# What is computed, with layers that differ in windows and rotations.
+SUPPORT = Support(
     any_value="""
         d_model embed_scale logit_softcap final_norm.eps attn_norm attn_norm.eps attn_post_norm attn_post_norm.eps
         mlp_norm mlp_norm.eps mlp_post_norm mlp_post_norm.eps attn.num_heads attn.num_kv_heads attn.head_dim
@@ -92,17 +66,15 @@ COMPILED = Support(
 )
 
 
-def executor_of(model: nn.Module) -> type[CompiledDecodeStep | TorchDecodeStep] | None:
-    """The faster executor that computes this model; None: its own forward does. A model of which only the plan is
+def executor_of(model: nn.Module) -> type[CompiledDecodeStep] | None:
+    """The step, if it computes this model; None: the model's own forward does. A model of which only the plan is
     refused is reported once."""
     if not _rounds_inputs(model):
         return None
     assert isinstance(model, Decoder)
-    if CompiledDecodeStep.unsupported(model.plan) is None:
-        return CompiledDecodeStep
-    reason = TorchDecodeStep.unsupported(model.plan)
+    reason = CompiledDecodeStep.unsupported(model.plan)
     if reason is None:
-        return TorchDecodeStep
+        return CompiledDecodeStep
     fall_back(f"single tokens on a CPU are not computed in one step for {reason}")
     return None
 
@@ -125,141 +97,10 @@ def _rounds_inputs(model: nn.Module) -> bool:
     return not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
-def _unsupported(plan: DecoderPlan) -> str | None:
-    if reason := SUPPORT.missing(plan):
-        return reason
-    if any(layer != plan.layers[0] for layer in plan.layers):
-        return "layers that differ"
-    return _different_eps(plan)
-
-
 def _different_eps(plan: DecoderPlan) -> str | None:
     epsilons = {value for name, value in features(plan) if name.endswith(".eps")}
     return "norms with different eps" if len(epsilons) > 1 else None
 
-
-# -- in torch ------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Product:
-    multiply: Callable[[Tensor], Tensor]
-    bias: Tensor | None
-
-    def __call__(self, x_1K: Tensor) -> Tensor:
-        y = self.multiply(x_1K)
-        return y if self.bias is None else y.add_(self.bias)
-
-
-@dataclass(frozen=True)
-class _Layer:
-    attn_norm: Tensor
-    qkv: _Product
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    o: _Product
-    mlp_norm: Tensor
-    up: _Product  # gate and up
-    down: _Product
-
-
-class TorchDecodeStep:
-    unsupported = staticmethod(_unsupported)
-
-    @torch.no_grad()
-    def __init__(self, model: Decoder) -> None:
-        self.attn, self.eps = (model.plan.layers[0].attn, model.plan.final_norm.eps)  # of every layer, every norm
-        assert self.attn.rope is not None
-        self.embed, self.head = model.embed, model.head
-        self.norm = model.norm.weight.detach()
-        self.layers = [self._layer(block) for block in model.blocks]
-        self.freq = rope_frequencies(self.attn.rope, self.attn.head_dim)
-        # x @ quarter_turn is [-right, left] for x = [left, right].
-        half = torch.eye(self.attn.head_dim // 2)
-        none = torch.zeros_like(half)
-        self.quarter_turn = torch.cat([torch.cat([none, half], 1), torch.cat([-half, none], 1)])
-        self.eye = torch.eye(self.attn.head_dim)
-
-    def _layer(self, block: nn.Module) -> _Layer:
-        assert isinstance(block, Block)
-        attn, mlp = block.attn, block.mlp
-        assert isinstance(mlp, Mlp) and block.attn_norm and block.mlp_norm  # by SUPPORT
-        return _Layer(
-            block.attn_norm.weight.detach(),
-            _product(attn.q, attn.k, attn.v),
-            None if attn.q_norm is None else attn.q_norm.weight.detach(),
-            None if attn.k_norm is None else attn.k_norm.weight.detach(),
-            _product(attn.o),
-            block.mlp_norm.weight.detach(),
-            _product(mlp.gate, mlp.up),
-            _product(mlp.down),
-        )
-
-    @staticmethod
-    def taken(spans: Sequence[RowSpan]) -> list[int]:
-        """Which requests of a batch it computes, faster than the plain forward."""
-        return [0] if len(spans) == spans[0].num == 1 else []
-
-    @torch.no_grad()
-    def logits(self, tokens: Sequence[int], spans: Sequence[RowSpan], rows: Sequence[int], cache: KVCache) -> Tensor:
-        """Logits [1, V] of the row, where it is wanted; writes its keys and values."""
-        (token,), (span,) = tokens, spans
-        heads, groups, width = self.attn.num_heads, self.attn.num_kv_heads, self.attn.head_dim
-        position, size = span.start, cache.pool.block_size
-        slot = span.blocks[position // size] * size + position % size
-        table = _table(span.blocks, -(-span.stop // size))
-        cache.reserve(groups, width, torch.float32, torch.device("cpu"))
-        rotation = self._rotation(position)
-        num_qk = (heads + groups) * width
-        x = self.embed.rows(torch.tensor([token]), torch.float32)  # [1, D]
-        for index, layer in enumerate(self.layers):
-            qkv = layer.qkv(self._normed(x, layer.attn_norm))
-            qk = qkv[:, :num_qk].view(-1, width)
-            if layer.q_norm is not None and layer.k_norm is not None:
-                halves = ((qk[:heads], layer.q_norm), (qk[heads:], layer.k_norm))
-                qk = torch.cat([F.rms_norm(part, (width,), weight, self.eps) for part, weight in halves])
-            qk = qk @ rotation
-            keys, values = cache.stored(index)
-            keys.view(-1, groups, width)[slot] = qk[heads:]
-            values.view(-1, groups, width)[slot] = qkv[0, num_qk:].view(groups, width)
-            k_SGD, v_SGD = (t[table].view(-1, groups, width)[: span.stop] for t in (keys, values))
-            # The query heads of a group are consecutive: to the kernel they are rows that see the same keys.
-            out = F.scaled_dot_product_attention(
-                qk[:heads].view(1, groups, -1, width), k_SGD.transpose(0, 1)[None], v_SGD.transpose(0, 1)[None]
-            )
-            x += layer.o(out.reshape(1, -1))
-            gate_up = layer.up(self._normed(x, layer.mlp_norm))
-            gate, up = gate_up.chunk(2, dim=-1)
-            x += layer.down(F.silu(gate).mul_(up))
-        x = self._normed(x, self.norm)
-        x = x[: len(rows)]
-        return self.embed.multiply(x) if self.head is None else self.head(x)
-
-    def _normed(self, x_1D: Tensor, weight: Tensor) -> Tensor:
-        row = x_1D[0]
-        scale = (torch.dot(row, row).item() / len(row) + self.eps) ** -0.5
-        return torch.mul(x_1D, weight).mul_(scale)
-
-    def _rotation(self, position: int) -> Tensor:
-        """[D, D]: x @ rotation rotates a head to `position`, as model.attention.rotate does."""
-        angle = (position * self.freq).repeat(2)
-        return self.eye * angle.cos() + self.quarter_turn * angle.sin()
-
-
-def _table(blocks: Sequence[int], num: int) -> slice | Tensor:
-    """The first `num` blocks, as an index: a slice where they are consecutive, which copies nothing."""
-    first = blocks[0]
-    if all(blocks[i] == first + i for i in range(num)):
-        return slice(first, first + num)
-    return torch.tensor([blocks[i] for i in range(num)])
-
-
-def _product(*layers: Any) -> _Product:
-    bias = None if layers[0].bias is None else torch.cat([x.bias.detach() for x in layers])
-    return _Product(product_of(*layers), bias)
-
-
-# -- in C++ --------------------------------------------------------------------------------------------------
 
 _int, _address = ctypes.c_int64, ctypes.c_void_p
 NORMS = ("attn_norm", "q_norm", "k_norm", "mlp_norm", "attn_post_norm", "mlp_post_norm")
@@ -340,7 +181,7 @@ class CompiledDecodeStep:
     def unsupported(plan: DecoderPlan) -> str | None:
         """Compiles at the first call."""
         layer = plan.layers[0]
-        if reason := COMPILED.missing(plan) or _different_eps(plan):
+        if reason := SUPPORT.missing(plan) or _different_eps(plan):
             return reason
         same = {replace(p, attn=replace(p.attn, window=None, rope=None)) for p in plan.layers}
         if len(same) > 1 or len({rope.dim for rope in _ropes(plan)}) > 1:
@@ -367,7 +208,7 @@ class CompiledDecodeStep:
     def _layer(self, block: nn.Module, plan: LayerPlan) -> _CLayer:
         assert isinstance(block, Block)
         attn, mlp = block.attn, block.mlp
-        assert isinstance(mlp, Mlp)  # by COMPILED
+        assert isinstance(mlp, Mlp)  # by SUPPORT
         norms = {n: m for host in (block, attn) for n, m in host.named_children() if isinstance(m, Norm)}
         return _CLayer(
             *(self._keep(norms[n].weight + norms[n].offset) if n in norms else None for n in NORMS),

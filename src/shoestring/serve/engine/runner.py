@@ -40,7 +40,7 @@ from shoestring.kernels.runtime.triton_backend import fall_back, triton_usable
 from shoestring.model.skip import SkipSet, Watch
 from shoestring.model.transformer import Decoder
 from shoestring.serve.engine.block_pool import BlockPool, RowSpan
-from shoestring.serve.engine.cpu_decode import CompiledDecodeStep, TorchDecodeStep, executor_of
+from shoestring.serve.engine.cpu_decode import CompiledDecodeStep, executor_of
 from shoestring.serve.engine.draft_chain_graph import holds_chain, launch_chain, warm_up_chains
 from shoestring.serve.engine.embedding import Pooling, embedding_parts
 from shoestring.serve.engine.fused_decoder import (
@@ -103,7 +103,7 @@ class Runner:
         self.cache = KVCache(model.plan, pool)
         self._fused: FusedDecoder | None = None
         self._graphs: GraphCache | None = None
-        self._cpu: CompiledDecodeStep | TorchDecodeStep | None = None  # few rows on a CPU, inputs rounded to 8 bits
+        self._cpu: CompiledDecodeStep | None = None  # few rows on a CPU, inputs rounded to 8 bits
         self._weights: object = None  # `weights_id` at the last `refresh`
         self.version: WeightsVersion | None = None  # of weights that were written with `weights_written`
         self._roots: dict[tuple[torch.dtype, str], bytes] = {}  # by dtype and skip set
