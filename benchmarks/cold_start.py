@@ -178,14 +178,7 @@ def timed_parts() -> dict[str, list[float]]:
 
         setattr(owner, name, call)
 
-    for name in (
-        "refresh",
-        "warm_up_prefill",
-        "warm_up_decode",
-        "warm_up_chains",
-        "warm_up_kernels",
-        "measure_seconds",
-    ):
+    for name in ("refresh", "prepare", "measure_seconds"):
         timed(Runner, name)
     timed(CapturedStep, "_capture")
     timed(Engine, "_compile_ahead")

@@ -30,11 +30,12 @@ from shoestring.serve.engine import fused_decoder, graphs
 from shoestring.serve.engine.block_pool import BlockPool, RowSpan
 from shoestring.serve.engine.engine import Request
 from shoestring.serve.engine.fused_decoder import FusedDecoder, unusable
-from shoestring.serve.engine.graphs import DecodeGraph, GraphCache
+from shoestring.serve.engine.graphs import DecodeGraph, DecodeShape, GraphCache
 from shoestring.serve.engine.kv_cache import cache_root, modules_of
 from shoestring.serve.engine.logit_rules import LogitRules, SamplingWithRules, VerifyWithRules
 from shoestring.serve.engine.merged_linear import merge_linears
 from shoestring.serve.engine.runner import Batch, Runner
+from shoestring.serve.engine.step_kinds import StepLimits
 from shoestring.serve.speculative.draft_model import trim_head
 from shoestring.serve.speculative.verify import verify
 from tiny import near_copy, tiny_decoder
@@ -137,11 +138,11 @@ def test_a_long_context_has_a_graph_of_its_own(skip: SkipSet | None, monkeypatch
     assert ways == ["one"] * 10 * num_layers + ["three"] * 2 * num_layers
     assert runner._graphs is not None
     before = runner._graphs.num_graphs
-    runner._graphs.capture_decode(1, 1, "logits", skip)
+    runner._graphs.prepare(DecodeShape(1, 1, "logits", skip))
     assert runner._graphs.num_graphs == before
     in_one_kernel = property(lambda self: True)
     monkeypatch.setattr(FusedDecoder, "in_one_kernel", in_one_kernel)
-    assert runner._graphs._long_differs(1, skip) == (skip is not None)
+    assert runner._graphs.long_differs(1, skip) == (skip is not None)
 
 
 def test_a_step_in_one_kernel_lives_on_while_another_cache_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -378,7 +379,8 @@ def test_launches_of_several_steps_are_prepared_where_they_happen(
     guess = DraftModel(near_copy(model, 0.1), graphs=True) if drafter == "model" else None
     engine = Engine(model, max_requests=1, max_context=64, graphs=True, drafter=guess, draft_skip=skip)
     with rehearsal():
-        engine.runner.rehearse([1], ["greedy"], [1], grouped=engine.drafter is None)
+        limits = StepLimits(grouped=engine.drafter is None, rehearsed=[1])
+        engine.runner.prepare(["decode"], limits, rehearse=True)
     assert sorted({steps for _, _, steps in made}) == ([1, 2, 4] if drafter == "none" else [1])
     made.clear()
     engine.warm_up()

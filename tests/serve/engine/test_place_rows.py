@@ -9,9 +9,9 @@ import torch
 
 from shoestring.kernels.attention.paged_attention import prefill_rows
 from shoestring.kernels.runtime.host_ring import ALIGNED, to_device
-from shoestring.serve.engine import runner
+from shoestring.serve.engine import place_rows as place_rows_module
 from shoestring.serve.engine.block_pool import RowSpan
-from shoestring.serve.engine.runner import (
+from shoestring.serve.engine.place_rows import (
     COARSE,
     FINE,
     LAUNCH_ROWS,
@@ -29,7 +29,7 @@ HEADS, GROUPS = 48, 12
 @pytest.mark.parametrize("seed", range(30))
 def test_every_row_is_at_its_place(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     draw, size = random.Random(seed), 4
-    monkeypatch.setattr(runner, "LAUNCH_ROWS", draw.choice([1, 512]))
+    monkeypatch.setattr(place_rows_module, "LAUNCH_ROWS", draw.choice([1, 512]))
     spans = []
     whole = seed % 3 == 0
     for _ in range(draw.randint(1, 9)):
@@ -62,7 +62,7 @@ def test_every_row_is_at_its_place(seed: int, monkeypatch: pytest.MonkeyPatch) -
     assert sorted(covered) == list(range(len(at)))
     if by_table:
         assert rows.prompts is None
-    elif whole and runner.LAUNCH_ROWS == 1:
+    elif whole and place_rows_module.LAUNCH_ROWS == 1:
         assert rows.prompts is not None
     assert (rows.prompts is not None) <= all(s.start == 0 for s in spans)
     if rows.prompts is not None:

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from naive_decoding import naive
 
 from shoestring.formats import convert, pack, parse_format
+from shoestring.methods.skipping.policies import ByContext
 from shoestring.model.skip import SkipSet, Sublayer
-from shoestring.serve import ByContext, DraftModel, Engine, Sampling
+from shoestring.serve import DraftModel, Engine, Sampling
 from shoestring.serve.engine.block_pool import BlockPool, RowSpan
 from shoestring.serve.engine.graphs import REQUESTS, PendingTokens
 from shoestring.serve.engine.logit_rules import LogitRules, SamplingWithRules, VerifyWithRules
@@ -32,6 +33,7 @@ from shoestring.serve.engine.prefill_graph import (
     tiles_of,
 )
 from shoestring.serve.engine.runner import Batch, Runner
+from shoestring.serve.engine.step_kinds import StepLimits
 from shoestring.serve.speculative.verify import verify
 from tiny import near_copy, tiny_decoder
 
@@ -57,7 +59,7 @@ def test_the_token_behind_every_span_is_the_models(window: int | None, kind: Any
     model = tiny_decoder(max_positions=256, sliding_window=window, full_layers=(0,))
     texts = torch.randint(0, 29, (4, 220), generator=torch.Generator().manual_seed(1))
     runner = Runner(model, BlockPool(300, 4), graphs=True)
-    runner.warm_up_prefill(4, 512, [kind])
+    runner.prepare(["prefill"], StepLimits(4, [kind], max_rows=512))
     made = runner.num_graphs
     blocks = [list(range(60 * i + 59, 60 * i - 1, -1)) for i in range(4)]
     done = [0] * 4
@@ -76,7 +78,7 @@ def test_rows_that_fill_a_program_touch_nothing() -> None:
     """They have no slot, and write their block's number behind the tables."""
     runner = Runner(tiny_decoder(), BlockPool(8, 4), graphs=True)
     runner.cache.pool.num_touched = 8
-    runner.warm_up_prefill(1, 32, ["greedy"])
+    runner.prepare(["prefill"], StepLimits(1, max_rows=32))
     assert runner.launch_prefill(Batch([RowSpan([1, 2], 0, 5)], [1, 2, 3, 4, 5], ()), [Sampling()]) is not None
     for layer in range(2):
         for stored in runner.cache.stored(layer):

@@ -13,6 +13,7 @@ from torch.backends.cuda import cudnn_sdp_enabled, enable_cudnn_sdp
 
 from shoestring.model.attention import causal_attention
 from shoestring.serve import DraftModel, Engine, Sampling
+from shoestring.serve.engine import place_rows as place_rows_module
 from shoestring.serve.engine import prompt_attention as module
 from shoestring.serve.engine import runner as runner_module
 from shoestring.serve.engine.logit_rules import prompt_logprob_parts
@@ -29,7 +30,7 @@ class Calls:
         monkeypatch.setattr(module, "LONG", LONG)
         monkeypatch.setattr(module, "STEP", STEP)
         monkeypatch.setattr(module, "_planned", lambda q: cudnn_sdp_enabled())  # as on a GPU
-        monkeypatch.setattr(runner_module, "LAUNCH_ROWS", 1)  # none of them by table
+        monkeypatch.setattr(place_rows_module, "LAUNCH_ROWS", 1)  # none of them by table
         self.met: set[tuple[bool, int, int]] = set()
         self.at: set[int] = set()  # addresses of the queries
         attend = F.scaled_dot_product_attention

@@ -23,6 +23,7 @@ from shoestring.serve.engine.draft_chain_graph import max_chain_rows
 from shoestring.serve.engine.fused_decoder import FusedDecoder
 from shoestring.serve.engine.graphs import REQUESTS, REQUESTS_DRAFTED, ROWS_EACH, CapturedStep, DecodeGraph, sizes_up_to
 from shoestring.serve.engine.runner import Runner
+from shoestring.serve.engine.step_kinds import StepLimits
 from shoestring.serve.speculative.draft_length import SETTINGS, Decision, DraftLengthController, Prospects
 from tiny import near_copy, tiny_decoder
 
@@ -280,7 +281,7 @@ def test_nothing_is_collected_during_a_capture(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "graph", capture)
     monkeypatch.setattr(graphs, "seconds_of", lambda replay: 1.0)
     runner = Runner(tiny_decoder(0), BlockPool(4, 16), graphs=True)
-    runner.warm_up_decode(1, ["greedy"], [1])
+    runner.prepare(["decode"], StepLimits())
     assert runner._graphs is not None
     (step,) = runner._graphs._graphs.values()
     threshold = gc.get_threshold()
@@ -325,15 +326,15 @@ def test_passes_for_nobody_are_made_once(monkeypatch: pytest.MonkeyPatch) -> Non
     model, passes = tiny_decoder(0), []
     monkeypatch.setattr(Runner, "on_launch", lambda runner, kind, *sizes: passes.append(kind))
     runner = Runner(model, BlockPool(4, 16), graphs=True)
-    runner.warm_up_kernels(64)
+    runner.prepare(["eager"], StepLimits(max_rows=64))
     first = passes.count("fused")
     passes.clear()
-    runner.warm_up_kernels(64)
+    runner.prepare(["eager"], StepLimits(max_rows=64))
     assert first > 10 and not passes
     with torch.no_grad():
         model.embed.weight.mul_(2.0)
     runner.refresh()
-    runner.warm_up_kernels(64)
+    runner.prepare(["eager"], StepLimits(max_rows=64))
     assert passes.count("fused") == first, "other weights may have other kernels"
 
 

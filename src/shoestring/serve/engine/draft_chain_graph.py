@@ -11,9 +11,8 @@ Shapes: N requests, Q rows each in the first pass, R = N Q, G drafts.
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Sequence
-from itertools import product
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +27,7 @@ from shoestring.serve.engine.graphs import (
     REQUESTS_DRAFTED,
     DecodeGraph,
     GraphCache,
+    GraphShape,
     PendingTokens,
     SamplingKind,
     padded_size,
@@ -49,14 +49,10 @@ def launch_chain(
 ) -> PendingTokens:
     """num_drafts tokens after each span, whose blocks hold all but the last of them."""
     num, each = chain_size(spans)
-    kind, id = sampling_kind(samplings), "" if skip is None else skip.id
     long = num == 1 and spans[0].stop + num_drafts - 1 > graphs.fused.short_context
-    graph: DraftChainGraph = graphs.graph(
-        (num, each, kind, id, num_drafts, long),
-        # With the rows of later passes, which note their blocks in the tables: they are not sent again for them.
-        [RowSpan(s.blocks, s.start, s.num + num_drafts - 1) for s in spans],
-        lambda: DraftChainGraph(graphs, num, each, kind, skip, num_drafts, long),
-    )
+    shape = ChainShape(num, each, sampling_kind(samplings), skip, num_drafts, long)
+    # With the rows of later passes, which note their blocks in the tables: they are not sent again for them.
+    graph: DraftChainGraph = graphs.graph(shape, [RowSpan(s.blocks, s.start, s.num + num_drafts - 1) for s in spans])
     graph.fill(spans, tokens, samplings)
     graph.fill_later(spans)
     return PendingTokens(graph.launch(), graph.chosen, [num_drafts] * len(spans), num_drafts)
@@ -78,13 +74,17 @@ def holds_chain(spans: Sequence[RowSpan]) -> bool:
     return max(s.num for s in spans) <= max_chain_rows(len(spans))
 
 
-def warm_up_chains(graphs: GraphCache, num: int, kind: SamplingKind, lengths: Sequence[int]) -> None:
-    """Make the chains of so many requests."""
-    ways = (False, True) if num == 1 and graphs.fused.short_context < math.inf else (False,)
-    for each, length, long in product(CHAIN_ROWS, lengths, ways):
-        if num * each <= MAX_ROWS:
-            key = (num, each, kind, "", length, long)
-            graphs.find(key, num, functools.partial(DraftChainGraph, graphs, num, each, kind, None, length, long))
+class ChainShape(NamedTuple):
+    num_requests: int
+    rows_each: int  # of the first pass
+    kind: SamplingKind
+    skip: SkipSet | None
+    num_drafts: int
+    long: bool = False  # the last pass has a context beyond FusedDecoder.short_context
+    name: str = "chain"  # no DecodeShape is equal
+
+    def make(self, owner: GraphCache) -> DraftChainGraph:
+        return DraftChainGraph(owner, *self[:6])
 
 
 class DraftChainGraph(DecodeGraph):
@@ -100,7 +100,6 @@ class DraftChainGraph(DecodeGraph):
         num_drafts: int,
         long: bool = False,
     ) -> None:
-        """`long`: the last pass has a context beyond FusedDecoder.short_context."""
         device, self.num_drafts, self._num_later = owner.fused.device, num_drafts, num_drafts - 1
         self.chosen_NG = torch.zeros(num_requests, num_drafts, dtype=torch.int64, device=device)
         self._chosen_GN = torch.zeros(num_drafts, num_requests, dtype=torch.int64, device=device)
@@ -109,7 +108,10 @@ class DraftChainGraph(DecodeGraph):
         self._later = torch.zeros(num_requests * (1 + 6 * self._num_later), dtype=torch.int64, device=device)
         passes = self._later[num_requests:].view(6, self._num_later, num_requests)
         passes[1], passes[2] = -1, owner.padding
-        super().__init__(owner, num_requests, rows_each, kind, skip, long, self.chosen_NG.view(-1))
+        super().__init__(owner, num_requests, rows_each, kind, skip, long, chosen=self.chosen_NG.view(-1))
+
+    def companions(self, grouped: bool) -> Iterator[GraphShape]:
+        return iter(())
 
     def _program(self) -> None:
         super()._program()

@@ -6,9 +6,10 @@ GPU the program is captured once and replayed with a single launch. Graphs are m
 
     (requests, rows each, how tokens are chosen, skip set, long context or not, steps of a launch)
 
-with the first two padded upwards; padding rows write nothing. `CapturedStep` is such a program; `DecodeGraph` here,
-`PrefillGraph` (prefill_graph.py) and `DraftChainGraph` (draft_chain_graph.py) are the three kinds. `GraphCache` holds
-them and the buffers they share. Without a GPU the same program runs eagerly, which is how it is tested. Steps with
+with the first two padded upwards (`DecodeShape`); padding rows write nothing. `CapturedStep` is such a program;
+`DecodeGraph` here, `PrefillGraph` (prefill_graph.py) and `DraftChainGraph` (draft_chain_graph.py) are the three kinds.
+Each has a shape, which is its key and makes it; step_kinds.py has the shapes to prepare. `GraphCache` holds the graphs
+and the buffers they share. Without a GPU the same program runs eagerly, which is how it is tested. Steps with
 several rows each are padded to few sizes, so that all of them can be captured during warm-up; `num_graphs` counts, so
 that the time of a capture is not taken for the time of a step.
 
@@ -29,14 +30,13 @@ Shapes: N requests, Q rows each, R = N Q rows, W blocks per table, V vocabulary.
 
 from __future__ import annotations
 
-import functools
 import gc
 import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -72,6 +72,15 @@ GROUP_SECONDS = 0.004
 GROUPED_REQUESTS = 4  # at most, of such steps
 
 
+class GraphShape(Protocol):
+    """What differs between the graphs of a kind, and so the key of one; shapes of two kinds are never equal."""
+
+    @property
+    def num_requests(self) -> int: ...
+    def __hash__(self) -> int: ...
+    def make(self, owner: GraphCache) -> CapturedStep: ...
+
+
 def identity(logits: Tensor) -> Tensor:
     return logits
 
@@ -103,8 +112,8 @@ class GraphCache:
         # Per table row: the blocks of which request, and how many of them are on the device.
         self._known: list[tuple[Sequence[int], int]] = []
         self.last_R = torch.zeros(MAX_ROWS, dtype=torch.int64, device=fused.device)
-        self._graphs: dict[tuple[object, ...], CapturedStep] = {}
-        self._seen: set[tuple[object, ...]] = set()
+        self._graphs: dict[GraphShape, CapturedStep] = {}
+        self._seen: set[GraphShape] = set()
         self._num_moves = cache.num_moves
         self._num_reserved = -1  # blocks that the cache has memory for
         self.num_graphs = 0
@@ -145,34 +154,28 @@ class GraphCache:
     ) -> list[PendingTokens]:
         """Several steps in one launch, one row each: the first as `launch` without tokens, the others on the tokens of
         the one before. The spans' blocks hold all of their rows."""
-        num, nums = self.padded(spans)[0], [s.num for s in spans]
-        kind = sampling_kind(samplings)
-        key = self._steps_key(num, kind, skip, self._is_long(spans, skip), num_steps)
-        make = functools.partial(DecodeGraph, self, num, 1, kind, skip, key[4], num_steps=num_steps)
+        shape = self._shape(spans, samplings, skip, num_steps)
         # With the rows of later steps, which note their blocks in the tables: they are not sent again for them.
-        whole = [RowSpan(s.blocks, s.start, s.num * num_steps) for s in spans]
-        graph: DecodeGraph = self.graph(key, whole, make)
+        graph: DecodeGraph = self.graph(shape, [RowSpan(s.blocks, s.start, s.num * num_steps) for s in spans])
         graph.fill(spans, None, samplings)
-        receipt = graph.launch()
-        return [PendingTokens(receipt, graph.chosen, nums, 1, i * num) for i in range(num_steps)]
+        receipt, nums = graph.launch(), [s.num for s in spans]
+        return [PendingTokens(receipt, graph.chosen, nums, 1, i * shape.num_requests) for i in range(num_steps)]
 
     def steps_per_launch(self, spans: Sequence[RowSpan], samplings: Sequence[Sampling], skip: SkipSet | None) -> int:
         """How many steps of these requests, one row each, to launch at once; 1 where they differ in their program."""
-        num, long = self.padded(spans)[0], self._is_long(spans, skip)
-        found = self._graphs.get(self._steps_key(num, sampling_kind(samplings), skip, long))
+        shape = self._shape(spans, samplings, skip)
+        found = self._graphs.get(shape)
         most = found.steps_per_launch if isinstance(found, DecodeGraph) else 1
         later = [RowSpan(s.blocks, s.start + most - 1, s.num) for s in spans]
-        return most if self._is_long(later, skip) == long else 1
+        return most if self._shape(later, samplings, skip) == shape else 1
 
-    def _steps_key(
-        self, num: int, kind: SamplingKind, skip: SkipSet | None, long: bool, num_steps: int = 1
-    ) -> tuple[Any, ...]:
-        key = (num, 1, kind, "" if skip is None else skip.id, long)
-        return key if num_steps == 1 else (*key, "steps", num_steps)
-
-    def _is_long(self, spans: Sequence[RowSpan], skip: SkipSet | None) -> bool:
+    def _shape(
+        self, spans: Sequence[RowSpan], samplings: Sequence[Sampling] | None, skip: SkipSet | None, num_steps: int = 1
+    ) -> DecodeShape:
+        """Of the decode graph that holds these rows."""
         num, each = self.padded(spans)
-        return self._long_differs(num * each, skip) and spans[0].stop > self.fused.short_context
+        long = self.long_differs(num * each, skip) and spans[0].stop > self.fused.short_context
+        return DecodeShape(num, each, sampling_kind(samplings), skip, long, num_steps)
 
     def load_drafts(self, spans: Sequence[RowSpan], device_drafts: Sequence[DeviceDraft]) -> None:
         """Copy drafts that are on the device to where a launch of these spans reads them: behind the first row of
@@ -199,14 +202,12 @@ class GraphCache:
         samplings: Sequence[Sampling] | None,
         skip: SkipSet | None,
     ) -> tuple[DecodeGraph, Receipt]:
-        num, each = self.padded(spans)
-        kind, id = sampling_kind(samplings), "" if skip is None else skip.id
-        long = self._is_long(spans, skip)
-        graph = self.graph((num, each, kind, id, long), spans, lambda: DecodeGraph(self, num, each, kind, skip, long))
+        shape = self._shape(spans, samplings, skip)
+        graph: DecodeGraph = self.graph(shape, spans)
         ids: Sequence[int] | None
         if isinstance(tokens, Tensor):
             assert len(tokens) == len(spans) and all(s.num == 1 for s in spans)
-            rows = slice(None, len(spans) * each, each)
+            rows = slice(None, len(spans) * shape.rows_each, shape.rows_each)
             self.last_R[rows] = tokens
             ids = None
         else:
@@ -214,7 +215,7 @@ class GraphCache:
         graph.fill(spans, ids, samplings)
         return graph, graph.launch()
 
-    def _long_differs(self, num_rows: int, skip: SkipSet | None) -> bool:
+    def long_differs(self, num_rows: int, skip: SkipSet | None) -> bool:
         """Whether a step is another program beyond the short context."""
         one_kernel = skip is None and self.fused.in_one_kernel
         return num_rows == 1 and self.fused.short_context < math.inf and not one_kernel
@@ -224,57 +225,48 @@ class GraphCache:
         each = padded_size(max(s.num for s in spans), ROWS_EACH)
         return padded_size(len(spans), REQUESTS if each == 1 else REQUESTS_DRAFTED), each
 
-    def capture_decode(
-        self, num: int, each: int, kind: SamplingKind, skip: SkipSet | None = None, *, grouped: bool = True
-    ) -> None:
-        """Make the graph of such a step now, unless it exists; `grouped`: that of several steps in a launch, too."""
-        for long in (False, True):  # the first tells whether the second differs
-            if not long or self._long_differs(num * each, skip):
-                key = (num, each, kind, "" if skip is None else skip.id, long)
-                found = self.find(key, num, functools.partial(DecodeGraph, self, num, each, kind, skip, long))
-                for num_steps in found.group_sizes if grouped and isinstance(found, DecodeGraph) else ():
-                    make = functools.partial(DecodeGraph, self, num, each, kind, skip, long, num_steps=num_steps)
-                    self.find(self._steps_key(num, kind, skip, long, num_steps), num, make)
+    def prepare(self, shape: GraphShape, *, grouped: bool = True) -> None:
+        """Make the graph of this shape now, unless it exists, and those that go with it."""
+        for companion in self.find(shape).companions(grouped):
+            self.prepare(companion, grouped=grouped)
 
-    def graph(self, key: tuple[object, ...], spans: Sequence[RowSpan], make: Callable[[], CapturedStep]) -> Any:
-        """The graph of this key, made when first needed, with block tables and KV cache ready for these rows."""
-        num_requests = key[0]
-        assert isinstance(num_requests, int)
-        found = self.find(key, num_requests, make)
+    def graph(self, shape: GraphShape, spans: Sequence[RowSpan]) -> Any:
+        """The graph of this shape, made when first needed, with block tables and KV cache ready for these rows."""
+        found = self.find(shape)
         self._send_tables(spans)
         return found
 
-    def find(self, key: tuple[object, ...], num_requests: int, make: Callable[[], CapturedStep]) -> CapturedStep:
+    def find(self, shape: GraphShape) -> CapturedStep:
         if self.cache.pool.num_touched > self._num_reserved:
             spec, self._num_reserved = self.fused.spec, self.cache.pool.num_touched
             self.cache.reserve(spec.num_kv_heads, spec.head_dim, self.fused.dtype, self.fused.device)
         if self.cache.num_moves != self._num_moves:
             self._drop(*self._graphs)
             self._num_moves = self.cache.num_moves
-        self._resize_tables(num_requests)
-        found = self._graphs.pop(key, None)
+        self._resize_tables(shape.num_requests)
+        found = self._graphs.pop(shape, None)
         if found is None:
             if len(self._graphs) == MAX_GRAPHS:
                 self._drop(next(iter(self._graphs)))
-            found = make()
+            found = shape.make(self)
             if rehearsed() is not None:  # nothing was captured
                 return found
             self.num_graphs += 1
-        self._graphs[key] = found  # at the end: the most recently used
+        self._graphs[shape] = found  # at the end: the most recently used
         return found
 
-    def seen_before(self, key: tuple[object, ...]) -> bool:
+    def seen_before(self, shape: GraphShape) -> bool:
         """Whether this graph exists or was needed before; one that is needed once is not worth its capture."""
-        known = key in self._graphs or key in self._seen
-        self._seen.add(key)
+        known = shape in self._graphs or shape in self._seen
+        self._seen.add(shape)
         return known
 
-    def _drop(self, *keys: tuple[object, ...]) -> None:
+    def _drop(self, *shapes: GraphShape) -> None:
         if self.fused.device.type == "cuda":
             torch.cuda.synchronize(self.fused.device)  # one of them may be running
-        for key in keys:
-            del self._graphs[key]
-        if keys and not self._graphs:
+        for shape in shapes:
+            del self._graphs[shape]
+        if shapes and not self._graphs:
             self.leave_pool()
 
     def leave_pool(self) -> None:
@@ -402,6 +394,10 @@ class CapturedStep(ABC):
         self.replay()
         return self._ring.launched()
 
+    def companions(self, grouped: bool) -> Iterator[GraphShape]:
+        """Shapes to make along with this one; `grouped`: those of several steps in a launch, too."""
+        return iter(())
+
     def _whole_program(self) -> None:
         self._ring.take_(self._numbers, self.owner.table_entries, self.num_rows, self.num_steps)
         self._program()
@@ -460,6 +456,18 @@ class CapturedStep(ABC):
         self._sent = rows
 
 
+class DecodeShape(NamedTuple):
+    num_requests: int
+    rows_each: int
+    kind: SamplingKind
+    skip: SkipSet | None = None
+    long: bool = False  # a context beyond FusedDecoder.short_context
+    num_steps: int = 1  # so many steps one after the other, with one row each
+
+    def make(self, owner: GraphCache) -> DecodeGraph:
+        return DecodeGraph(owner, *self)
+
+
 class DecodeGraph(CapturedStep):
     """Every request has the same number of rows, and a token is chosen after each. It adds a tile per request."""
 
@@ -471,11 +479,10 @@ class DecodeGraph(CapturedStep):
         kind: SamplingKind,
         skip: SkipSet | None,
         long: bool = False,
-        chosen: Tensor | None = None,
         num_steps: int = 1,
+        chosen: Tensor | None = None,
     ) -> None:
-        """`long`: a context beyond FusedDecoder.short_context. `chosen`: where the tokens are; None: in `last_R`.
-        `num_steps`: so many steps one after the other, with one row each."""
+        """As in `DecodeShape`. `chosen`: where the tokens are; None: in `last_R`."""
         self.rows_each, self.long, num_rows = rows_each, long, num_requests * rows_each
         self.num_splits = splits_for(num_requests, owner.fused.spec.num_kv_heads)
         assert num_steps == 1 or (rows_each == 1 and kind != "logits")
@@ -501,6 +508,16 @@ class DecodeGraph(CapturedStep):
             self._choose(logits, position, last)
         if self.num_steps > 1:
             owner.last_R[: self.num_rows].copy_(last)
+
+    def companions(self, grouped: bool) -> Iterator[GraphShape]:
+        if self.num_steps > 1:
+            return
+        shape = DecodeShape(self.num_requests, self.rows_each, self.kind, self.skip, self.long)
+        for num_steps in self.group_sizes if grouped else ():
+            yield shape._replace(num_steps=num_steps)
+        # Only this graph, once made, tells whether the other differs.
+        if not self.long and self.owner.long_differs(self.num_rows, self.skip):
+            yield shape._replace(long=True)
 
     @property
     def steps_per_launch(self) -> int:

@@ -4,7 +4,7 @@ Where requests come and go, such steps are a large part of all. Launched kernel 
 milliseconds, of which a small model computes three, and every decoding request waits for it. So they are graphs, too,
 keyed by
 
-    (requests, rows of all, how tokens are chosen, skip set)
+    (requests, rows of all, how tokens are chosen, skip set)         `PrefillShape`
 
 with the first two padded to few numbers. The token after the last row of every span is chosen on the device, and the
 next step can be launched before it is known. The token of a prompt that is not complete yet is ignored, as is all that
@@ -20,8 +20,7 @@ Shapes: N requests, T rows of all, P tiles of texts, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -39,7 +38,6 @@ from shoestring.serve.engine.graphs import (
     locate_rows,
     padded_size,
     sampling_kind,
-    sizes_up_to,
 )
 from shoestring.serve.engine.sampling import Sampling
 
@@ -66,11 +64,10 @@ def launch_prefill(
     """The tokens after the first spans, one per Sampling; the prompts of the other spans are not complete.
     None the first time: capturing a graph takes as long as several such steps launched kernel by kernel."""
     num, rows = padded_size(len(spans), PREFILL_REQUESTS), padded_size(sum(s.num for s in spans), PREFILL_ROWS)
-    kind = sampling_kind(samplings)
-    key = _key(num, rows, kind, skip)
-    if not graphs.seen_before(key):
+    shape = PrefillShape(num, rows, sampling_kind(samplings), skip)
+    if not graphs.seen_before(shape):
         return None
-    graph: PrefillGraph = graphs.graph(key, spans, partial(PrefillGraph, graphs, num, rows, kind, skip))
+    graph: PrefillGraph = graphs.graph(shape, spans)
     graph.fill(spans, tokens, samplings)
     pending = PendingTokens(graph.launch(), graph.chosen, [1] * len(samplings), 1)
     # The host never waits for a chunk of a prompt and is faster than the device. Without this limit all chunks of a
@@ -81,18 +78,14 @@ def launch_prefill(
     return pending
 
 
-def warm_up_prefill(
-    graphs: GraphCache, max_requests: int, max_rows: int, kinds: Sequence[SamplingKind], skip: SkipSet | None
-) -> None:
-    """Make the graphs of steps of up to so many requests and rows."""
-    # The largest first: tables grow once, and smaller graphs reuse the memory of larger ones.
-    sizes = reversed(sizes_up_to(max_requests, PREFILL_REQUESTS)), reversed(sizes_up_to(max_rows, PREFILL_ROWS))
-    for num, rows, kind in product(*sizes, kinds):
-        graphs.find(_key(num, rows, kind, skip), num, partial(PrefillGraph, graphs, num, rows, kind, skip))
+class PrefillShape(NamedTuple):
+    num_requests: int
+    num_rows: int
+    kind: SamplingKind
+    skip: SkipSet | None = None
 
-
-def _key(num: int, rows: int, kind: SamplingKind, skip: SkipSet | None) -> tuple[object, ...]:
-    return num, rows, kind, "" if skip is None else skip.id, "prefill"
+    def make(self, owner: GraphCache) -> PrefillGraph:
+        return PrefillGraph(owner, *self)
 
 
 class PrefillGraph(CapturedStep):

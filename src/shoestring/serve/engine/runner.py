@@ -8,7 +8,7 @@ one.
 Three ways to compute a step, the first that can:
 
     graph   few rows per request, or few in all: a program with fixed addresses, on a GPU a CUDA graph
-            (graphs.py, prefill_graph.py, draft_chain_graph.py)
+            (graphs.py, prefill_graph.py, draft_chain_graph.py; step_kinds.py lists them)
     fused   any rows: the fused forward over blocks read in place (fused_decoder.py)
     plain   `Decoder.forward` over gathered keys and values: on a CPU, under tensor parallelism, with hooks, or when a
             skip policy watches the residual stream. On a CPU, a model whose layers round their inputs to 8 bits
@@ -26,7 +26,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from itertools import accumulate, groupby, product
+from itertools import accumulate
 from typing import Any, Literal
 
 import numpy as np
@@ -35,49 +35,25 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shoestring.errors import UserError
-from shoestring.kernels.attention.paged_attention import most_programs, prefill_rows, splits_for
 from shoestring.kernels.runtime.triton_backend import fall_back, triton_usable
 from shoestring.model.skip import SkipSet, Watch
 from shoestring.model.transformer import Decoder
 from shoestring.serve.engine.block_pool import BlockPool, RowSpan
 from shoestring.serve.engine.cpu_decode import CompiledDecodeStep, executor_of
-from shoestring.serve.engine.draft_chain_graph import holds_chain, launch_chain, warm_up_chains
+from shoestring.serve.engine.draft_chain_graph import holds_chain, launch_chain
 from shoestring.serve.engine.embedding import Pooling, embedding_parts
-from shoestring.serve.engine.fused_decoder import (
-    AttentionTiles,
-    FusedDecoder,
-    RowPlacement,
-    not_alone,
-    unusable,
-    unusable_experts,
-)
-from shoestring.serve.engine.graphs import (
-    MAX_ROWS,
-    REQUESTS,
-    REQUESTS_DRAFTED,
-    ROWS_EACH,
-    DeviceDraft,
-    GraphCache,
-    LogitMap,
-    PendingTokens,
-    SamplingKind,
-    identity,
-    sizes_up_to,
-)
+from shoestring.serve.engine.fused_decoder import FusedDecoder, not_alone, unusable, unusable_experts
+from shoestring.serve.engine.graphs import ROWS_EACH, DeviceDraft, GraphCache, LogitMap, PendingTokens, identity
 from shoestring.serve.engine.kv_cache import KVCache, cache_root, weights_id
 from shoestring.serve.engine.logit_rules import TokenLogprob, prompt_logprob_parts
-from shoestring.serve.engine.prefill_graph import PREFILL_ROWS, holds_prefill, launch_prefill, tiles_of, warm_up_prefill
+from shoestring.serve.engine.place_rows import few_sizes, place_rows
+from shoestring.serve.engine.prefill_graph import holds_prefill, launch_prefill
 from shoestring.serve.engine.prompt_attention import limit_cudnn_plans
 from shoestring.serve.engine.sampling import Sampling
+from shoestring.serve.engine.step_kinds import PROMPT, STEP_KINDS, EagerPass, StepKindName, StepLimits
 from shoestring.state.reshard.version import WeightsVersion
 
-EAGER_SPLITS = 8  # ranges of keys for few requests outside of graphs; 1 for many
-WIDTH = 16  # block tables are padded to a multiple of this
-LAUNCH_ROWS = 512  # rows of whole prompts of one length that pay for an attention launch of their own
-# Rows by table are padded to powers of two up to FINE, to multiples of FINE up to MANY and of COARSE up to MOST.
-FINE, MANY, COARSE, MOST = 64, 512, 256, 2048
 WARM_LOGITS = 256  # rows with logits, at most, in a warm-up pass
-PROMPT = (0, 24)  # start and rows of a whole prompt in a warm-up pass
 LONG_PASS = 50_000_000  # parameters from which one eager pass is a measure: it takes long, a hiccup is a small part
 
 LaunchKind = Literal["decode", "next", "prefill", "chain", "logits", "fused"]
@@ -203,12 +179,11 @@ class Runner:
         number of rows that will hardly come again, not worth a graph or an attention launch of its own."""
         if watch is not None or not self.ready():
             return self._plain(batch, skip, watch)
-        assert self._graphs is not None
         num_rows = sum(s.num for s in batch.spans)
         single = not isinstance(batch.tokens, Tensor) or num_rows == len(batch.spans)
-        if single and not once and self._graphs.holds_decode(batch.spans):
+        if single and not once and self.graphs.holds_decode(batch.spans):
             self.on_launch("logits", num_rows)
-            logits = self._graphs.logits(batch.spans, batch.tokens, skip)
+            logits = self.graphs.logits(batch.spans, batch.tokens, skip)
             if len(batch.rows) == num_rows:
                 return logits
             return logits[torch.tensor(list(batch.rows), device=self.device, dtype=torch.int64)]
@@ -226,13 +201,12 @@ class Runner:
         not possible."""
         if not self.ready() or len(batch.rows) != sum(s.num for s in batch.spans):
             return None
-        assert self._graphs is not None
-        if not self._graphs.holds_decode(batch.spans):
+        if not self.graphs.holds_decode(batch.spans):
             return None
         if batch.device_drafts:
-            self._graphs.load_drafts(batch.spans, batch.device_drafts)
+            self.graphs.load_drafts(batch.spans, batch.device_drafts)
         self.on_launch("decode", len(batch.rows))
-        return self._graphs.launch(batch.spans, batch.tokens, samplings, skip)
+        return self.graphs.launch(batch.spans, batch.tokens, samplings, skip)
 
     @torch.no_grad()
     def launch_next(
@@ -240,18 +214,16 @@ class Runner:
     ) -> list[PendingTokens]:
         """Launch the steps after the last launch, one row each, on the tokens that it chose. Several are one launch;
         the spans are those of the first."""
-        assert self._graphs is not None
         self.on_launch("next", len(spans), num_steps)
         if num_steps == 1:
-            return [self._graphs.launch(spans, None, samplings, skip)]
-        return self._graphs.launch_steps(spans, samplings, skip, num_steps)
+            return [self.graphs.launch(spans, None, samplings, skip)]
+        return self.graphs.launch_steps(spans, samplings, skip, num_steps)
 
     def steps_per_launch(
         self, spans: Sequence[RowSpan], samplings: Sequence[Sampling], skip: SkipSet | None = None
     ) -> int:
         """How many of those steps are worth one launch."""
-        assert self._graphs is not None
-        return self._graphs.steps_per_launch(spans, samplings, skip)
+        return self.graphs.steps_per_launch(spans, samplings, skip)
 
     @torch.no_grad()
     def launch_prefill(
@@ -261,8 +233,8 @@ class Runner:
         Sampling; None where that is not possible, or not worth a graph yet."""
         if not self.ready() or batch.device_drafts or not holds_prefill(batch.spans):
             return None
-        assert self._graphs is not None and not isinstance(batch.tokens, Tensor)
-        pending = launch_prefill(self._graphs, batch.spans, batch.tokens, samplings, skip)
+        assert not isinstance(batch.tokens, Tensor)
+        pending = launch_prefill(self.graphs, batch.spans, batch.tokens, samplings, skip)
         if pending is not None:
             self.on_launch("prefill", sum(s.num for s in batch.spans))
         return pending
@@ -275,82 +247,38 @@ class Runner:
         launch; None where that is not possible. The spans' blocks must hold those rows, too."""
         if not self.ready() or len(batch.rows) != sum(s.num for s in batch.spans):
             return None
-        assert self._graphs is not None and not isinstance(batch.tokens, Tensor)
+        assert not isinstance(batch.tokens, Tensor)
         if not holds_chain(batch.spans):
             return None
         self.on_launch("chain", len(batch.spans), num_tokens)
-        return launch_chain(self._graphs, batch.spans, batch.tokens, samplings, num_tokens, skip)
+        return launch_chain(self.graphs, batch.spans, batch.tokens, samplings, num_tokens, skip)
 
-    def warm_up_decode(
-        self,
-        max_requests: int,
-        kinds: Sequence[SamplingKind],
-        rows_each: Sequence[int],
-        skip: SkipSet | None = None,
-        *,
-        grouped: bool = True,
-    ) -> None:
-        """Make the graphs of decode steps of 1 to max_requests requests with so many rows each; `grouped`: those of
-        several steps in a launch, too."""
-        if self.ready():
-            assert self._graphs is not None
-            for each in rows_each:
-                sizes = sizes_up_to(max_requests, REQUESTS if each == 1 else REQUESTS_DRAFTED)
-                for num, kind in product(reversed(sizes), kinds):  # the largest first: tables grow once
-                    if num * each <= MAX_ROWS:
-                        self._graphs.capture_decode(num, each, kind, skip, grouped=grouped)
+    def prepare(self, kinds: Sequence[StepKindName], limits: StepLimits, *, rehearse: bool = False) -> None:
+        """Make the graphs of steps of these kinds, run the passes of those that have none: so their kernels are
+        compiled and loaded. Prefills first: their graphs need the largest tables. `rehearse`: in a rehearsal
+        (compile_ahead.py), which only meets the kernels."""
+        if not self.ready():
+            return
+        for name in kinds:
+            kind = STEP_KINDS[name]
+            if name == "eager" and not rehearse:
+                if self._warmed >= limits.max_rows:
+                    continue
+                self._warmed = limits.max_rows
+            for size in (kind.rehearsed if rehearse else kind.sizes)(limits, self):
+                kind.make(self, size, limits)
 
-    def warm_up_prefill(
-        self, max_requests: int, max_rows: int, kinds: Sequence[SamplingKind], skip: SkipSet | None = None
-    ) -> None:
-        """The same for prefills, of up to max_rows rows in all. Call this first: these graphs need the largest
-        tables."""
-        if self.ready():
-            assert self._graphs is not None
-            warm_up_prefill(self._graphs, max_requests, max_rows, kinds, skip)
+    @property
+    def fused(self) -> FusedDecoder:
+        """Where the runner is `ready`."""
+        assert self._fused is not None
+        return self._fused
 
-    def warm_up_chains(self, max_requests: int, kinds: Sequence[SamplingKind], lengths: Sequence[int]) -> None:
-        """The same for draft chains, of these lengths."""
-        if self.ready():
-            assert self._graphs is not None
-            for num, kind in product(reversed(sizes_up_to(max_requests, REQUESTS_DRAFTED)), kinds):
-                warm_up_chains(self._graphs, num, kind, lengths)
-
-    def rehearse(
-        self,
-        nums: Sequence[int],
-        kinds: Sequence[SamplingKind],
-        rows_each: Sequence[int],
-        skip: SkipSet | None = None,
-        *,
-        grouped: bool = True,
-    ) -> None:
-        """In a rehearsal (compile_ahead.py): meet the kernels of a prompt and of decode steps of so many requests."""
-        if self.ready():
-            assert self._graphs is not None
-            for num, kind, each in product(nums, kinds, rows_each):
-                if num * each <= MAX_ROWS:
-                    self._graphs.capture_decode(num, each, kind, skip, grouped=grouped)
-            self._run_eager([PROMPT], 0)
-
-    def rehearse_prefill(self, max_requests: int, kinds: Sequence[SamplingKind]) -> None:
-        """The same for the graphs of prefills."""
-        if self.ready():
-            assert self._graphs is not None
-            warm_up_prefill(self._graphs, max_requests, PREFILL_ROWS[0], kinds, None)
-
-    def rehearse_chains(self, nums: Sequence[int], kinds: Sequence[SamplingKind]) -> None:
-        """The same for draft chains."""
-        if self.ready():
-            assert self._graphs is not None
-            for num, kind in product(nums, kinds):
-                warm_up_chains(self._graphs, num, kind, [2])
-
-    def rehearse_eager(self) -> None:
-        """The same for passes outside of graphs."""
-        if self.ready():
-            for kinds_of_rows, num_rows in self._eager_passes([PREFILL_ROWS[0]]):
-                self._run_eager(kinds_of_rows, num_rows)
+    @property
+    def graphs(self) -> GraphCache:
+        """Where the runner is `ready`."""
+        assert self._graphs is not None
+        return self._graphs
 
     @property
     def num_graphs(self) -> int:
@@ -398,8 +326,7 @@ class Runner:
         return self._map_logits(logits)
 
     def _run_fused(self, batch: Batch, skip: SkipSet | None, by_table: bool) -> Tensor:
-        fused, spec = self._fused, self.model.spec
-        assert fused is not None
+        fused, spec = self.fused, self.model.spec
         self.cache.reserve(spec.num_kv_heads, spec.head_dim, fused.dtype, fused.device)
         rows = place_rows(batch.spans, self.cache.pool.block_size, spec.num_heads, spec.num_kv_heads, by_table=by_table)
         num, num_wanted = len(rows.positions_T), len(batch.rows)
@@ -447,27 +374,11 @@ class Runner:
             seconds.append(time.perf_counter() - began)
         return min(seconds)
 
-    def warm_up_kernels(self, most_rows: int) -> None:
-        """Run passes like those outside of graphs (prompts, a drafter's first pass over a text, uneven steps), so that
-        their kernels are compiled and loaded. `most_rows`: of a pass."""
-        if not self.ready() or self._warmed >= most_rows:
+    def run_eager(self, eager: EagerPass) -> None:
+        """On a cache of its own."""
+        kinds, num_rows = eager
+        if not self.ready():
             return
-        self._warmed = most_rows
-        for kinds, num_rows in self._eager_passes(row_sizes(max(MANY, most_rows))):
-            self._run_eager(kinds, num_rows)
-
-    def _eager_passes(self, sizes: Sequence[int]) -> list[tuple[list[tuple[int, int]], int]]:
-        """Passes of every kind with so many rows, as `_run_eager` takes them."""
-        many = most_programs() // (EAGER_SPLITS * self.model.spec.num_kv_heads) + 1  # keys are not cut into ranges
-        later, few, one = (24, 24), (16, 2), (16, 1)
-        passes = [([later] * -(-num // 24), num) for num in sizes]
-        passes += [([row] * n + more, 0) for row in (few, one) for n in (1, many) for more in ([], [later])]
-        # Whole prompts are not padded: only powers of two are met.
-        whole = {-(-num // 24) for num in sizes if num & (num - 1) == 0}
-        return [*passes, *(([PROMPT] * n, 0) for n in sorted(whole))]
-
-    def _run_eager(self, kinds: Sequence[tuple[int, int]], num_rows: int) -> None:
-        """A pass outside of graphs over (start, rows) of each request; `num_rows`: exactly so many, 0: all of them."""
         size, spec = self.cache.pool.block_size, self.model.spec
         pages = -(-max(start + rows for start, rows in kinds) // size)
         spans = [
@@ -488,9 +399,8 @@ class Runner:
         """The same model with a cache of its own."""
         apart = Runner(self.model, pool, graphs=self._wanted, map_logits=self._map_logits)
         if self.ready():
-            assert self._fused is not None
-            apart._fused = self._fused
-            apart._graphs = GraphCache(self._fused, apart.cache, self._map_logits)
+            apart._fused = self.fused
+            apart._graphs = GraphCache(self.fused, apart.cache, self._map_logits)
         else:
             self.refresh()  # there may have been no step yet
             apart._cpu = self._cpu
@@ -510,72 +420,6 @@ def part_of(batch: Batch, chosen: Sequence[int]) -> tuple[Batch, list[int]]:
 
 def _few_plans(batch: Batch) -> AbstractContextManager[None]:
     return limit_cudnn_plans(s.num if s.start == 0 else 0 for s in batch.spans)
-
-
-def few_sizes(num: int) -> int:
-    """The number that so many rows are padded to; beyond MOST a pass takes so long that padding gains nothing."""
-    if num <= FINE:
-        return 1 << max(0, num - 1).bit_length()
-    if num > MOST:
-        return num
-    step = FINE if num <= MANY else COARSE
-    return -(-num // step) * step
-
-
-def row_sizes(most: int) -> list[int]:
-    """The sizes that 2 to `most` rows are padded to; of those above MOST only one."""
-    sizes = [2]
-    while sizes[-1] < min(most, MOST):
-        sizes.append(few_sizes(sizes[-1] + 1))
-    return [*sizes, 2 * MOST] if most >= 2 * MOST else sizes
-
-
-def place_rows(
-    spans: Sequence[RowSpan], size: int, num_heads: int, num_groups: int, *, by_table: bool = False
-) -> RowPlacement:
-    """Positions, slots, block tables and attention tiles of a step's rows, as tensors on the host.
-
-    Kernels are compiled for rows of a tile, ranges of keys and whether a table's width is a multiple of 16, so each has
-    few values here, which `Runner.warm_up_kernels` meets. Matrix products choose a kernel by the number of rows and
-    load it on first use, which can take longer than ten steps: rows that attend by table are padded to few numbers.
-    `by_table`: whole prompts, too."""
-    start_N, num_N = np.array([(s.start, s.num) for s in spans]).T
-    first_N = num_N.cumsum() - num_N  # each span's first row
-    num_pages = [-(-s.stop // size) for s in spans]
-    width = -(-max(num_pages) // WIDTH) * WIDTH
-    tables_LW = np.zeros((len(spans), width), dtype=np.int32)
-    for row_W, span, num in zip(tables_LW, spans, num_pages, strict=True):
-        row_W[:num] = span.blocks[:num]
-    of_T = np.arange(len(spans)).repeat(num_N)
-    at_T = np.arange(len(of_T)) + (start_N - first_N)[of_T]
-    slots_T = tables_LW[of_T, at_T // size].astype(np.int64) * size + at_T % size
-    tiles, each = [], prefill_rows(num_heads, num_groups)
-    few, many = np.flatnonzero(num_N <= ROWS_EACH[-1]), np.flatnonzero(num_N > ROWS_EACH[-1])
-    if len(few):
-        most = 1 if num_N[few].max() == 1 else ROWS_EACH[-1]
-        splits = EAGER_SPLITS if splits_for(len(few), num_groups) >= EAGER_SPLITS else 1
-        tiles.append(AttentionTiles(_tiles(few, first_N[few], start_N[few], num_N[few]), most, splits))
-    if len(many):
-        tiles.append(AttentionTiles(_tiles(*tiles_of(many, first_N, start_N, num_N, each)), each, 1))
-    prompts = None
-    if not by_table and not start_N.any():
-        found, row = [], 0
-        for num, group in groupby(spans, key=lambda s: s.num):
-            count = len(list(group))
-            found.append((row, count, num))
-            row += count * num
-        if len(found) == 1 or row >= LAUNCH_ROWS * len(found):
-            prompts = tuple(found)
-    padded = prompts is None and num_N.max() > 1
-    if padded:
-        padding = (0, few_sizes(len(at_T)) - len(at_T))
-        at_T, slots_T = np.pad(at_T, padding), np.pad(slots_T, padding, constant_values=-1)
-    at, slots, tables = (torch.from_numpy(numbers) for numbers in (at_T, slots_T, tables_LW))
-    return RowPlacement(at, slots, tables, tuple(tiles), prompts, padded)
-
-
-def _tiles(*columns: np.ndarray) -> Tensor:
-    return torch.from_numpy(np.stack(columns, axis=1).astype(np.int32))
 
 
 def _tensor(numbers: Sequence[int], num: int) -> Tensor:

@@ -5,8 +5,8 @@ and requests that end one by one, would meet new shapes for a long time, and eac
 So numbers of requests and of drafts are padded to few sizes (graphs.py, draft_length.py), and all of those that an
 engine can meet are captured here, for greedy and for drawn tokens. The KV cache gets its memory first, because graphs
 hold its address. Passes outside of graphs (long prompts, steps in which few requests have drafts) have kernels in a few
-variants, which are compiled here (`Runner.warm_up_kernels`): a compilation takes the time of a hundred steps. Matrix
-products load a kernel for many numbers of rows, the time of ten steps each: rows are padded to few numbers
+variants, which are compiled here (the kind `eager` of step_kinds.py): a compilation takes the time of a hundred steps.
+Matrix products load a kernel for many numbers of rows, the time of ten steps each: rows are padded to few numbers
 (`place_rows`), which are all met here.
 
 On a machine that has not run such a model before, dozens of kernels are compiled first. `compile_ahead` meets them in a
@@ -35,6 +35,7 @@ from shoestring.paths import cache_folder
 from shoestring.serve.engine.capacity import bytes_per_position, free_bytes
 from shoestring.serve.engine.graphs import REQUESTS, SamplingKind, sizes_up_to
 from shoestring.serve.engine.runner import Runner
+from shoestring.serve.engine.step_kinds import PROMPT, EagerPass, StepLimits
 from shoestring.serve.speculative.draft_length import DraftLengthController
 from shoestring.serve.speculative.drafter import Drafter
 
@@ -70,16 +71,19 @@ def compile_ahead(
     for fused in able:  # before: their weights are made by kernels, which a rehearsal does not launch
         fused.ready()
     done = False
+    rows_each = [1, *(g + 1 for g in lengths or ())]
     with rehearsal() as missing, suppress(Exception):  # told by the real step
-        runner.rehearse(nums(runner), kinds, [1, *(g + 1 for g in lengths or ())], skip, grouped=grouped)
+        decode = StepLimits(max_requests, kinds, skip, rows_each, grouped, rehearsed=nums(runner))
+        runner.prepare(["decode"], decode, rehearse=True)
+        runner.run_eager(EagerPass([PROMPT]))
         if prefills:
-            runner.rehearse_prefill(max_requests, kinds)
+            runner.prepare(["prefill"], StepLimits(max_requests, kinds), rehearse=True)
         for drafting in able[1:]:
             if prefills:
-                drafting.rehearse_prefill(max_requests, ["greedy"])
-            drafting.rehearse_chains(nums(drafting), kinds)
+                drafting.prepare(["prefill"], StepLimits(max_requests), rehearse=True)
+            drafting.prepare(["chain"], StepLimits(max_requests, kinds, rehearsed=nums(drafting)), rehearse=True)
         for warmed in able if lengths is not None else ():
-            warmed.rehearse_eager()
+            warmed.prepare(["eager"], StepLimits(), rehearse=True)
         done = True
     if not missing.compile() or not done:
         return
@@ -115,10 +119,9 @@ def warm_up_steps(
     if not runner.fast:
         return
     reserve(runner, max_requests, max_context)
-    if prefills:
-        runner.warm_up_prefill(max_requests, chunk, kinds, skip)
-    runner.warm_up_decode(max_requests, kinds, [1, *(g + 1 for g in lengths)], skip, grouped=grouped)
-    runner.warm_up_kernels(chunk)
+    rows_each = [1, *(g + 1 for g in lengths)]
+    limits = StepLimits(max_requests, kinds, skip, rows_each, grouped, max_rows=chunk)
+    runner.prepare(["prefill", "decode", "eager"] if prefills else ["decode", "eager"], limits)
 
 
 def warm_up_drafting(

@@ -34,6 +34,7 @@ from shoestring.serve.engine.prefill_graph import PREFILL_ROWS
 from shoestring.serve.engine.request import NO_DRAFT, Draft, PendingDrafts, Request
 from shoestring.serve.engine.runner import Batch, Runner
 from shoestring.serve.engine.sampling import RowSettings
+from shoestring.serve.engine.step_kinds import StepLimits
 from shoestring.serve.speculative.drafter import Drafter
 
 DRAFTER_FILE = "drafter.json"
@@ -102,10 +103,11 @@ class DraftModel(Drafter):
         need = 2 * max_requests * self.pool.blocks_for(context) + 1  # twice: finished texts stay in the prefix cache
         self.pool.num_touched = max(self.pool.num_touched, min(self.pool.num_blocks, need))
         if prefills:
-            self.runner.warm_up_prefill(max_requests, self.chunk, ["greedy"])  # of what it chooses nothing is used
+            # Of what a prefill chooses nothing is used: any kind of choice will do.
+            self.runner.prepare(["prefill"], StepLimits(max_requests, max_rows=self.chunk))
             self._reads_in_graphs = True
-        self.runner.warm_up_chains(max_requests, kinds, lengths)
-        self.runner.warm_up_kernels(self.chunk)
+        limits = StepLimits(max_requests, kinds, max_rows=self.chunk, lengths=lengths)
+        self.runner.prepare(["chain", "eager"], limits)
 
     def runners(self) -> list[Runner]:
         return [self.runner]

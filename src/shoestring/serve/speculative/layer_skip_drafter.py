@@ -21,6 +21,7 @@ from shoestring.serve.engine.block_pool import RowSpan
 from shoestring.serve.engine.graphs import SamplingKind
 from shoestring.serve.engine.request import NO_DRAFT, Draft, Request
 from shoestring.serve.engine.runner import Batch, Runner
+from shoestring.serve.engine.step_kinds import StepLimits
 from shoestring.serve.speculative.draft_model import decode_drafts
 from shoestring.serve.speculative.drafter import Drafter
 from shoestring.serve.speculative.drafter_stack import DrafterStack
@@ -42,7 +43,7 @@ class LayerSkipDrafter(Drafter):
         prefills: bool = True,
     ) -> None:
         # A draft is decoded one row per request and pass, whatever its length, and each pass is a launch.
-        self.runner.warm_up_decode(max_requests, kinds, [1], self.skip, grouped=False)
+        self.runner.prepare(["decode"], StepLimits(max_requests, kinds, self.skip, grouped=False))
 
     @torch.no_grad()
     def propose(self, requests: Sequence[Request], n: int) -> list[Draft]:
