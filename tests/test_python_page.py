@@ -10,6 +10,7 @@ import pytest
 
 import shoestring
 import tiny
+from shoestring import plugins
 
 REPO = Path(__file__).resolve().parents[1]
 PAGE = (REPO / "docs" / "python.md").read_text(encoding="utf-8")
@@ -51,5 +52,6 @@ def test_every_exported_name_is_there_and_known_to_type_checkers() -> None:
     stub = ast.parse((REPO / "src" / "shoestring" / "__init__.pyi").read_text(encoding="utf-8"))
     imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
     declared = {alias.name: node.module for node in imports for alias in node.names}
-    assert declared == shoestring._PUBLIC
+    of_methods = {name: plugins.module_name("formats", entry) for name, entry in shoestring._METHOD_FORMATS.items()}
+    assert declared == shoestring._PUBLIC | of_methods
     assert all(getattr(shoestring, name) is not None for name in shoestring.__all__)

@@ -18,8 +18,6 @@ _PUBLIC = {
     "FormatLinear": "shoestring.formats",
     "IntAsym": "shoestring.formats",
     "IntOffset": "shoestring.formats",
-    "Sparse24": "shoestring.formats",
-    "Stacked": "shoestring.formats",
     "convert": "shoestring.formats",
     "pack": "shoestring.formats",
     "parse_format": "shoestring.formats",
@@ -39,12 +37,17 @@ _PUBLIC = {
     "open_drafter": "shoestring.serve",
 }
 
-__all__ = ["__version__", *_PUBLIC]
+# Formats of methods, by their entry points.
+_METHOD_FORMATS = {"Sparse24": "sparse24", "Stacked": "stacked"}
+
+__all__ = ["__version__", *_PUBLIC, *_METHOD_FORMATS]
 
 
 def __getattr__(name: str) -> Any:
     if name in _PUBLIC:
         return getattr(import_module(_PUBLIC[name]), name)
+    if name in _METHOD_FORMATS:
+        return import_module("shoestring.plugins").load("formats", _METHOD_FORMATS[name])
     raise AttributeError(f"module 'shoestring' has no attribute {name!r}")
 
 

@@ -9,14 +9,14 @@ from shoestring.formats import (
     FormatLinear,
     IntAsym,
     IntOffset,
-    Sparse24,
-    Stacked,
     convert,
     pack,
     parse_format,
     unpack,
 )
 from shoestring.formats.int8_activations import quantize_activations
+from shoestring.formats.sparse24 import Sparse24
+from shoestring.formats.stacked import Stacked
 from shoestring.model import Decoder, LoadedModel, ModelSpec, Tokenizer, load_model, save_model
 from shoestring.serve import Completion, DraftModel, Engine, NgramDrafter, Sampling, open_drafter
 

@@ -44,11 +44,14 @@ def check_rules(text: str) -> list[tuple[str, str]]:
 
 def others() -> tuple[str, ...]:
     """The first words of Formats outside this module."""
-    return ("sparse24", *names("formats"))
+    return names("formats")
 
 
 def parse(text: str) -> dict[str, Any]:
     """What `Format.to_json` gives, as far as the text says it; the rest are defaults."""
+    first, plus, _ = text.strip().lower().partition("+")
+    if plus and first.split(":")[0] in CORE:
+        raise UserError(f"Format {text!r}: only {', '.join(others())} can stand before a +.")
     head, *options = text.strip().lower().split(":")
     if head not in CORE:
         known = [*CORE, *others()]

@@ -8,6 +8,7 @@
     shoestring.recipes        the module of a recipe: docstring, Config, main (recipes/find.py)
     shoestring.reducers       function of the text after the colon -> Compressor (train/reducers/methods.py)
     shoestring.skip_policies  function that opens a set or policy for --skip (serve/engine/skip_policy.py)
+    shoestring.environment    function -> rows of `shoestring env` about kernels (cli/environment.py)
 
 Nothing is imported before its name is asked for. The core's own names come first and cannot be replaced. A source tree
 that runs without being installed, or was installed before a method came, reads its own pyproject.toml.

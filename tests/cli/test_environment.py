@@ -50,7 +50,8 @@ def test_a_kernel_that_cannot_run_says_why(monkeypatch: pytest.MonkeyPatch) -> N
     answer, why = used["8-bit activations (--int8-activations), single tokens"]
     assert answer == "no" and "C++ compiler" in why
     if not torch.cuda.is_available():
-        assert all(used[what] == ("no", "no GPU") for what, _ in environment.GPU_KERNELS)
+        assert all(used[what] == ("no", "no GPU") for what, _, _ in environment.gpu_kernels())
+        assert "2:4 products in training" in used  # a row that a method gives
 
 
 @pytest.mark.gpu

@@ -10,9 +10,11 @@ from __future__ import annotations
 import os
 import platform
 from collections import Counter
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
+from shoestring import plugins
 from shoestring.errors import UserError
 from shoestring.paths import cache_folder, expand
 from shoestring.report import Table
@@ -100,27 +102,29 @@ def kernels() -> list[list[str]]:
     """what it computes, yes or no, by what, and the reason where it is no."""
     import torch
 
-    rows = gpu_kernels() if torch.cuda.is_available() else [row(what, by, "no GPU") for what, by in GPU_KERNELS]
+    has_gpu = torch.cuda.is_available()
+    rows = [row(what, by, reason() if has_gpu else "no GPU") for what, by, reason in gpu_kernels()]
     return [*rows, *cpu_kernels()]
 
 
-GPU_KERNELS = (
-    ("attention, norms, sampling, losses, 2:4 masks on a GPU", "Triton"),
-    ("low-bit and packed 2:4 products, one-row attention", "CUDA C++ through NVRTC"),
-    ("2:4 products in training", "cuSPARSELt"),
-)
-
-
-def gpu_kernels() -> list[list[str]]:
+def gpu_kernels() -> list[tuple[str, str, Callable[[], str | None]]]:
+    """What it computes, by what, and what says why not on the current GPU: the core's, and those of methods (entry
+    points of shoestring.environment)."""
     import torch
 
     from shoestring.kernels.lowbit.lowbit_linear import chip_refusal, library_refusal
     from shoestring.kernels.runtime.triton_backend import triton_refusal
-    from shoestring.kernels.sparse24 import cusparselt
 
-    chip = chip_refusal(torch.cuda.current_device())
-    reasons = (triton_refusal(), chip or library_refusal(), cusparselt.refusal())
-    return [row(what, by, reason) for (what, by), reason in zip(GPU_KERNELS, reasons, strict=True)]
+    def no_cuda_kernels() -> str | None:
+        return chip_refusal(torch.cuda.current_device()) or library_refusal()
+
+    rows: list[tuple[str, str, Callable[[], str | None]]] = [
+        ("attention, norms, sampling, losses on a GPU", "Triton", triton_refusal),
+        ("low-bit products, one-row attention", "CUDA C++ through NVRTC", no_cuda_kernels),
+    ]
+    for name in plugins.names("environment"):
+        rows += plugins.load("environment", name)()
+    return rows
 
 
 def cpu_kernels() -> list[list[str]]:

@@ -23,9 +23,6 @@ from shoestring.formats.int_offset import IntOffset
 from shoestring.formats.linear import FormatHost, FormatLinear
 from shoestring.formats.registry import FORMATS, from_json, parse_format
 from shoestring.formats.self_check import self_check
-from shoestring.formats.slorb import Slorb
-from shoestring.formats.sparse24 import Sparse24
-from shoestring.formats.stacked import Stacked
 
 __all__ = [
     "FORMATS",
@@ -42,9 +39,6 @@ __all__ = [
     "IntAsym",
     "IntOffset",
     "Parts",
-    "Slorb",
-    "Sparse24",
-    "Stacked",
     "allocate_packed",
     "bits_per_parameter",
     "bypassed",

@@ -20,13 +20,16 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from shoestring.errors import UserError
+
+if TYPE_CHECKING:
+    from shoestring.formats.linear import FormatLinear
 
 Parts = dict[str, Tensor]
 AuxKind = Literal["rows", "trained", "whole", "clock"]
@@ -50,6 +53,8 @@ class Format(ABC):
     """The protocol and its defaults."""
 
     name: ClassVar[str]
+    # Fields that are Formats themselves.
+    nested: ClassVar[tuple[str, ...]] = ()
     # Parts that are replicated. Every other part is [rows, cols, ...] with dims 0 and 1 in proportion to the weight's.
     whole_parts: ClassVar[tuple[str, ...]] = ()
 
@@ -121,6 +126,15 @@ class Format(ABC):
         return False
 
     @property
+    def keeps_zeros(self) -> bool:
+        """Whether a method that chooses grids leaves the zeros of a weight zero: they were pruned."""
+        return False
+
+    def check_weight(self, w: Tensor) -> None:
+        """Raise UserError for a weight that no grid can be chosen for; it may be on the meta device."""
+        return
+
+    @property
     def row_wise(self) -> bool:
         """Whether a row of fake(w) depends on that row of w and of the state alone (and on whole parts), so that layers
         of one width can be encoded as one taller layer."""
@@ -141,6 +155,11 @@ class Format(ABC):
 
     def linear(self, x: Tensor, parts: Parts, bias: Tensor | None) -> Tensor:
         return F.linear(x, self.decode(parts, x.dtype), bias)
+
+    def gated_ffn(self, x: Tensor, gate: FormatLinear, up: FormatLinear, down: FormatLinear, act: str) -> Tensor | None:
+        """down(act(gate(x)) * up(x)) as one function, where this Format of `gate` has one that applies; `act` is a name
+        of kernels/activation/glu.py. None: layer by layer."""
+        return None
 
     # -- config ----------------------------------------------------------------------------------------------
     def to_json(self) -> dict[str, Any]:

@@ -38,6 +38,9 @@ class GridFormat(Protocol):
     group: int
 
     @property
+    def keeps_zeros(self) -> bool: ...
+
+    @property
     def symmetric(self) -> bool:
         """Whether a grid always reaches equally far on both sides of zero."""
         ...

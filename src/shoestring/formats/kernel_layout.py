@@ -1,12 +1,9 @@
-"""Stored parts <-> kernel parts: the order in which the low-bit and the 2:4 kernels read a weight.
+"""Stored parts <-> kernel parts: the order in which the low-bit kernels read a weight.
 
     IntAsym, FloatAsym    chunks of kernels/lowbit/chunk_layout.py, and `table` where there is one
-    Sparse24              chunks of kernels/sparse24/chunk_layout24.py in the dtype of the values
-    Stacked               the same in bytes, where the kept values are 4-bit integers
 
 Kernel parts hold the same numbers as the stored parts; `Format.stored_parts` is the inverse, bit for bit, for saving,
-exporting and moving. A function returns None where no kernel reads this weight. 2:4 values in fp32 have no kernel:
-rounding them would change the stored weight.
+exporting and moving. A function returns None where no kernel reads this weight.
 """
 
 from __future__ import annotations
@@ -19,12 +16,8 @@ from shoestring.formats.groups import SCALE_DTYPES, group_width
 from shoestring.kernels.lowbit.chunk_layout import CHUNK_ROWS, ChunkLayout, pack_chunks, unpack_chunks
 from shoestring.kernels.lowbit.lowbit_linear import chunks_usable, lowbit_linear, lowbit_parts_linear, parts_usable
 from shoestring.kernels.lowbit.packing import pack_bits, unpack_bits
-from shoestring.kernels.sparse24 import chunk_layout24
-from shoestring.kernels.sparse24.chunk_layout24 import ChunkLayout24
-from shoestring.kernels.sparse24.sparse24_linear import DTYPES
 
 
-# -- integers and tables -------------------------------------------------------------------------------------
 def to_chunks(parts: Parts, layout: ChunkLayout) -> Tensor | None:
     rows = parts["codes"].shape[0]
     if not chunks_usable(parts["codes"]) or rows % CHUNK_ROWS or layout.bits > 4 or not layout.group:
@@ -70,46 +63,3 @@ def apply_parts(x: Tensor, parts: Parts, bias: Tensor | None, layout: ChunkLayou
     if layout.bits <= 4 and parts_usable(x):
         return lowbit_parts_linear(x, parts["codes"], parts["scale"], parts.get("zero"), table, bias, layout.bits)
     return None
-
-
-# -- 2:4 -----------------------------------------------------------------------------------------------------
-VALUES = ChunkLayout24(16)
-
-
-def values_to_chunks(parts: Parts) -> Tensor | None:
-    values = parts["values"]
-    if not chunks_usable(values) or values.shape[0] % CHUNK_ROWS or values.dtype not in DTYPES:
-        return None
-    return chunk_layout24.pack_values(values, parts["meta"])
-
-
-def values_from_chunks(chunks: Tensor, shape: tuple[int, int]) -> Parts:
-    values, meta = chunk_layout24.unpack_values(chunks, shape)
-    return {"values": values, "meta": meta}
-
-
-def codes_layout(group: int, scale_dtype: str, width: int) -> ChunkLayout24 | None:
-    """Of a 2:4 weight of `width` inputs whose kept values are 4-bit integers in groups of `group`."""
-    chunked = chunk_layout24.chunk_group(group_width(width // 2, group))
-    return ChunkLayout24(4, chunked, scale_dtype == "bfloat16") if chunked else None
-
-
-def codes_to_chunks(parts: Parts, layout: ChunkLayout24 | None) -> Tensor | None:
-    codes = parts["codes"]
-    if layout is None or not chunks_usable(codes) or codes.shape[0] % CHUNK_ROWS:
-        return None
-    scale, zero = parts["scale"].view(torch.int16), parts["zero"].to(torch.int16)
-    return chunk_layout24.pack_codes(unpack_bits(codes, layout.bits), scale, zero, parts["meta"], layout)
-
-
-def codes_from_chunks(
-    chunks: Tensor, layout: ChunkLayout24, shape: tuple[int, int], group: int, scale_dtype: str
-) -> Parts:
-    codes, low, high, meta = chunk_layout24.unpack_codes(chunks, layout, shape)
-    every = group_width(shape[1] // 2, group) // layout.group
-    return {
-        "meta": meta,
-        "codes": pack_bits(codes.contiguous(), layout.bits),
-        "scale": low[:, ::every].contiguous().view(SCALE_DTYPES[scale_dtype]),
-        "zero": high[:, ::every].contiguous().to(torch.uint8),
-    }

@@ -2,7 +2,6 @@
 
     parse_format("int4")  parse_format("nf3:g128")  parse_format("nf3:s1:g32")  parse_format("dense")
     parse_format("int8:sym:g0")  parse_format("int4:min:g32")  parse_format("fp8")  parse_format("fp8:b128:bfloat16")
-    parse_format("sparse24")  parse_format("sparse24:tile:held:mvue")  parse_format("sparse24+int4:g64")
 
 `parse_format(f.label) == f` and `from_json(f.to_json()) == f` for every Format. A Format of a method or of your own
 package is found by its entry point in `shoestring.formats` (plugins.py), and reads its own spelling (`Format.parse`).
@@ -22,72 +21,23 @@ from shoestring.formats.float_asym import FloatAsym
 from shoestring.formats.fp8 import Fp8
 from shoestring.formats.int_asym import IntAsym
 from shoestring.formats.int_offset import IntOffset
-from shoestring.formats.slorb import Slorb
-from shoestring.formats.sparse24 import Sparse24
-from shoestring.formats.stacked import Stacked
 
-FORMATS: dict[str, type[Format]] = {
-    f.name: f for f in (Dense, IntAsym, IntOffset, FloatAsym, Fp8, Sparse24, Stacked, Slorb)
-}
-SPELLINGS = (*format_names.CORE, "sparse24")
-SPARSE24_OPTIONS: dict[str, dict[str, Any]] = {
-    "tile": {"select": "tile"},
-    "soft": {"select": "soft"},
-    "held": {"hold_mask": True},
-    "mvue": {"weight_grad": "mvue"},
-    "fp8": {"precision": "fp8"},
-}
+FORMATS: dict[str, type[Format]] = {f.name: f for f in (Dense, IntAsym, IntOffset, FloatAsym, Fp8)}
+SPELLINGS = format_names.CORE
 
 
 def parse_format(text: str) -> Format:
     """`<kind>[:sym|:min][:g<group>][:s<scales>][:fixed|:learned]`: kind as in SPELLINGS, sym and min (IntOffset) for
     int only, g0 or per-channel for one group per row, scales for nf and fp only, fixed or learned for a grid that is
     kept as state. `fp8[:b128][:bfloat16]`: a scale per row, or per block of 128 x 128.
-    `sparse24[:tile|:soft][:held][:mvue][:fp8]` stands alone, or before a `+` and the kind of the kept values;
-    `+slorb<inputs>[:trained]` after either adds a branch.
     """
     added = re.split("[:+]", text.strip().lower())[0]
     if added not in SPELLINGS and added in plugins.names("formats"):
         return plugins.load("formats", added).parse(text.strip())
-    pruned, plus, branch = text.strip().lower().rpartition("+slorb")
-    if plus:
-        return _parse_slorb(text, pruned, branch)
-    pruning, plus, rest = text.strip().partition("+")
-    if plus:
-        first = parse_format(pruning)
-        if not isinstance(first, Sparse24):
-            raise UserError(f"Format {text!r}: only sparse24 stacks, for example sparse24+int4:g64.")
-        return Stacked(first, parse_format(rest))
-    head, *options = text.strip().lower().split(":")
-    if head == "sparse24":
-        return _parse_sparse24(text, options)
     settings = format_names.parse(text)
     return FORMATS[settings.pop("name")](**settings)
 
 
-def _parse_sparse24(text: str, options: list[str]) -> Sparse24:
-    settings: dict[str, Any] = {}
-    for option in options:
-        if option not in SPARSE24_OPTIONS:
-            names = list(SPARSE24_OPTIONS)
-            have = f"sparse24 has {', '.join(names)}.{suggest(option, names)}"
-            raise UserError(f"Format {text!r} has no option {option!r}: {have}")
-        fields = SPARSE24_OPTIONS[option]
-        if fields.keys() & settings.keys():
-            raise UserError(f"Format {text!r} says its {', '.join(fields)} twice; leave out all but one.")
-        settings.update(fields)
-    return Sparse24(**settings)
-
-
-def _parse_slorb(text: str, pruned: str, branch: str) -> Format:
-    number, _, option = branch.partition(":")
-    first = parse_format(pruned)
-    if not number.isdigit() or option not in ("", "trained") or not isinstance(first, Sparse24 | Stacked):
-        raise UserError(f"Format {text!r}: write for example sparse24+slorb16 or sparse24+slorb16:trained.")
-    return Slorb(first, int(number), option or "sum")
-
-
-_FORMAT_FIELDS = ("first", "second")  # of Stacked and Slorb: Formats themselves
 _JSON_KINDS = {dict: "an object", bool: "true or false", int: "a whole number", str: "a text"}
 
 
@@ -102,7 +52,7 @@ def from_json(data: dict[str, Any]) -> Format:
             raise UserError(f"Format {name!r} has no field {key!r}: it has {', '.join(known)}.{suggest(key, known)}")
     for field in dataclasses.fields(kind_of):
         value = settings.get(field.name, field.default)
-        kind = dict if field.name in _FORMAT_FIELDS else type(field.default)
+        kind = dict if field.name in kind_of.nested else type(field.default)
         if value is dataclasses.MISSING or (kind in _JSON_KINDS and type(value) is not kind):
             given = "is missing" if value is dataclasses.MISSING else f"must be {_JSON_KINDS[kind]}, not {shown(value)}"
             raise UserError(f"Format {name!r}: {field.name} {given}; save the model again.")

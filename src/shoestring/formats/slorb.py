@@ -51,6 +51,11 @@ class Slorb(Format):
     projection: str = "sum"
 
     name: ClassVar[str] = "slorb"
+    nested: ClassVar[tuple[str, ...]] = ("first",)
+
+    @classmethod
+    def parse(cls, text: str) -> Format:
+        raise UserError(f"Format {text!r}: write what the branch is beside, for example sparse24+slorb16.")
 
     def __post_init__(self) -> None:
         if not isinstance(self.first, Sparse24 | Stacked):

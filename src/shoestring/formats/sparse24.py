@@ -24,7 +24,7 @@ kernels/sparse24/masks.py, 9/16 of the bytes at 16 bits.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +33,7 @@ from torch import Tensor
 from shoestring.errors import UserError, suggest
 from shoestring.formats.base import Aux, Format, Parts, straight_through
 from shoestring.formats.groups import rounding_slack
-from shoestring.formats.kernel_layout import VALUES, values_from_chunks, values_to_chunks
+from shoestring.formats.sparse24_chunks import VALUES, values_from_chunks, values_to_chunks
 from shoestring.formats.rounding import to_dtype
 from shoestring.formats.sparse24_products import ALL_DENSE, Fp8Products, ProductPlan, Products
 from shoestring.kernels.sparse24 import cusparselt, cusparselt_fp8, cusparselt_table
@@ -41,6 +41,9 @@ from shoestring.kernels.sparse24.masks import GROUP, GROUPS_PER_BYTE, mask24, pa
 from shoestring.kernels.sparse24.mvue import CLOCKS, PHILOX_WORDS
 from shoestring.kernels.sparse24.sparse24_linear import sparse24_linear
 from shoestring.kernels.sparse24.transposable_mask import TILE, transposable_mask
+
+if TYPE_CHECKING:
+    from shoestring.formats.linear import FormatLinear
 
 SELECT = ("row", "tile", "soft")
 WEIGHT_GRAD = ("exact", "mvue")
@@ -76,6 +79,12 @@ class Sparse24(Format):
                 "Sparse24 with select='soft' has no mask to hold: the threshold moves with the weight. "
                 "Use hold_mask=False."
             )
+
+    @classmethod
+    def parse(cls, text: str) -> Format:
+        from shoestring.formats.sparse24_spelling import parse
+
+        return parse(text)
 
     @property
     def label(self) -> str:
@@ -176,6 +185,11 @@ class Sparse24(Format):
         uncut |= {n: t[rows] for n, t in parts.items() if n == "row"}
         rest = {n: t for n, t in parts.items() if n not in uncut}
         return {**uncut, **super().cut(rest, shape, rows, cols)}
+
+    def gated_ffn(self, x: Tensor, gate: FormatLinear, up: FormatLinear, down: FormatLinear, act: str) -> Tensor | None:
+        from shoestring.formats import sparse24_ffn
+
+        return sparse24_ffn.ffn(x, gate, up, down, act)
 
     @property
     def row_wise(self) -> bool:

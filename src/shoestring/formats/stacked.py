@@ -26,11 +26,11 @@ from shoestring.formats.base import Aux, Format, Parts
 from shoestring.formats.dense import Dense
 from shoestring.formats.groups import GridFormat
 from shoestring.formats.int_asym import IntAsym
-from shoestring.formats.kernel_layout import codes_from_chunks, codes_layout, codes_to_chunks
+from shoestring.formats.sparse24_chunks import codes_from_chunks, codes_layout, codes_to_chunks
 from shoestring.formats.rounding import to_dtype
 from shoestring.formats.sparse24 import OWN_NAMES, Sparse24
 from shoestring.kernels.sparse24.chunk_layout24 import ChunkLayout24
-from shoestring.kernels.sparse24.masks import unpack24
+from shoestring.kernels.sparse24.masks import is_24, unpack24
 from shoestring.kernels.sparse24.sparse24_linear import sparse24_linear
 
 
@@ -40,6 +40,11 @@ class Stacked(Format):
     second: Format
 
     name: ClassVar[str] = "stacked"
+    nested: ClassVar[tuple[str, ...]] = ("first", "second")
+
+    @classmethod
+    def parse(cls, text: str) -> Format:
+        raise UserError(f"Format {text!r}: write both of what is stacked, for example sparse24+int4:g64.")
 
     def __post_init__(self) -> None:
         if not isinstance(self.first, Sparse24) or isinstance(self.second, Sparse24 | Stacked | Dense):
@@ -62,6 +67,20 @@ class Stacked(Format):
         return self.second.whole_parts
 
     # -- a grid to choose ------------------------------------------------------------------------------------
+    @property
+    def keeps_zeros(self) -> bool:
+        return True
+
+    def check_weight(self, w: Tensor) -> None:
+        """Grids are chosen for the values that pruning has kept."""
+        if self.first.select != "row":
+            raise UserError(f"{self.label} has no grid to choose; use sparse24+{self.second.label}")
+        if not w.is_meta and not is_24(w):
+            raise UserError(
+                f"{self.label} keeps two of every four weights, and this layer has more: prune the model first "
+                "(shrink/prune24), and give the pruned one"
+            )
+
     @property
     def _grid(self) -> GridFormat:
         assert isinstance(self.second, GridFormat)

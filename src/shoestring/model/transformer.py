@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from shoestring.errors import UserError
-from shoestring.formats import Dense, Format, FormatEmbedding, FormatHost, FormatLinear, sparse24_ffn
+from shoestring.formats import Dense, Format, FormatEmbedding, FormatHost, FormatLinear
 from shoestring.formats.linear import is_sharded, local
 from shoestring.kernels.activation.glu import glu_pair
 from shoestring.kernels.experts.route import choose_experts
@@ -171,7 +171,7 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gated:
-            fused = sparse24_ffn.ffn(x, self.gate, self.up, self.down, self.act)
+            fused = self.gate.format.gated_ffn(x, self.gate, self.up, self.down, self.act)
             return self.down(glu_pair(self.gate(x), self.up(x), self.act)) if fused is None else fused
         return self.down(F.gelu(self.up(x), approximate="tanh" if self.act == "gelu_tanh" else "none"))
 

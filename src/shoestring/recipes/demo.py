@@ -54,7 +54,8 @@ from shoestring.model.gguf import find_smollm2
 from shoestring.model.mesh_layouts import layout_on
 from shoestring.model.parallel import init_weights
 from shoestring.model.save import round_rest
-from shoestring.recipes.shrink import prune24, ptq
+from shoestring.recipes.find import load_recipe
+from shoestring.recipes.shrink import ptq
 from shoestring.recipes.train import dense
 from shoestring.report import Scatter, Section, Text, eval_table, loss_curves, run_sections, size_scatter, write_report
 from shoestring.runlog import RunLog, check_free, new_run_folder, read_metrics
@@ -210,6 +211,7 @@ def prune_small(demo: Demo) -> None:
     """Prune it to 2:4 with SparseGPT (two of every four weights become zero); then quantize the rest to 4 bits."""
     pruned = demo.folder / "prune24"
     model: dict[str, Any] = {"model": str(demo.folder / "train"), "run": str(pruned), "device": demo.cfg.device}
+    prune24 = load_recipe("shrink/prune24")
     prune24.main(prune24.Config(**model, train="none", calib_windows=32, calib_context=CONTEXT))
     quantize(demo, "prune24", "prune24-int4", "sparse24+int4:g32", "gptq")
     demo.evaluate(demo.load(pruned / "packed"), "small, sparsegpt")

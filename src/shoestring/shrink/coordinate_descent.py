@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shoestring.formats import GridFormat, Parts, Stacked
+from shoestring.formats import GridFormat, Parts
 from shoestring.formats.groups import group_width
 from shoestring.shrink.chosen_grid import ChosenGrid
 from shoestring.shrink.graphed_sweep import one_thread, sweep
@@ -46,7 +46,7 @@ def descend(
 def descend_columns(w: Tensor, q: Tensor, hessian: Tensor, grid: Parts, format: GridFormat, state: Parts) -> Tensor:
     """One sweep."""
     width = group_width(w.shape[1], format.group)
-    pruned = w == 0 if isinstance(format, Stacked) else None
+    pruned = w == 0 if format.keeps_zeros else None
     q = q.clone()
     gradient = (q - w) @ hessian  # anew in every sweep: rounding errors do not add up
     for start in range(0, w.shape[1], BLOCK):

@@ -16,8 +16,8 @@ code takes half of the grids from stale weights).
     clip           take each group's range from the clip search instead of its extremes.
     sweeps         of coordinate descent afterwards: each column once more, given all others (coordinate_descent.py).
 
-A weight that is already 2:4 (sparse24+int4) keeps its zeros: corrections of pruned columns count as errors and are
-compensated behind them. This is SparseGPT with given masks.
+The zeros of a pruned weight stay where the Format says so (`keeps_zeros`): corrections of pruned columns count as
+errors and are compensated behind them. This is SparseGPT with given masks.
 
 The published code sets the weights of inputs that were always 0 in the calibration to 0. Here they are rounded to
 nearest: another text may use them.
@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from shoestring.errors import UserError
-from shoestring.formats import GridFormat, Parts, Stacked
+from shoestring.formats import GridFormat, Parts
 from shoestring.formats.groups import extremes, group_width, split
 from shoestring.shrink.calibrate import Statistics
 from shoestring.shrink.chosen_grid import ChosenGrid
@@ -141,7 +141,7 @@ def columns(
     """Weights on their grids, and the grids: `given` by column, or found when the first column of a group is reached
     (by group)."""
     width, step = group_width(w.shape[1], format.group), block_width(group_width(w.shape[1], format.group))
-    pruned = w == 0 if isinstance(format, Stacked) else None
+    pruned = w == 0 if format.keeps_zeros else None
     rest = w.clone()  # compensated weights
     done = torch.empty_like(rest)
     found: list[Parts] = []

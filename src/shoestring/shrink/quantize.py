@@ -23,10 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from shoestring.errors import UserError, during
-from shoestring.formats import ConvertReport, Dense, Format, FormatHost, GridFormat, Parts, Stacked
+from shoestring.formats import ConvertReport, Dense, Format, FormatHost, GridFormat, Parts
 from shoestring.formats.convert import Changed, Rule, assign, check_fits, format_host, tied_names, weight_modules
 from shoestring.host.block_offload import on_device
-from shoestring.kernels.sparse24.masks import is_24
 from shoestring.model.blocks import BlocksModel, InputSource, block_of, block_prefixes
 from shoestring.shrink.awq import Awq
 from shoestring.shrink.block_files import BlockFiles, BlockProgress, F, FinishedBlock, Step, finish_blocks
@@ -238,21 +237,12 @@ def plan(model: BlocksModel, rules: Sequence[Rule], skip: Sequence[str] = HEADS)
                 f"{name}: {format.label} has no grid to choose; use int2..int8, nf2..nf4, fp3 or fp4, or one of these "
                 "behind sparse24+; fp8 is for shrink/rtn"
             )
-        if isinstance(format, Stacked):
-            check_pruned(name, format, model.get_submodule(name).weight)  # type: ignore[arg-type]
+        try:
+            format.check_weight(format_host(model, name).weight)
+        except UserError as error:
+            raise UserError(f"{name}: {error}") from None
         found[name] = format
     return found
-
-
-def check_pruned(name: str, format: Stacked, w: Tensor) -> None:
-    """UserError unless w is 2:4: grids are chosen for the values that pruning has kept."""
-    if format.first.select != "row":
-        raise UserError(f"{name}: {format.label} has no grid to choose; use sparse24+{format.second.label}")
-    if not w.is_meta and not is_24(w):
-        raise UserError(
-            f"{name}: {format.label} keeps two of every four weights, and this layer has more: prune the model first "
-            "(shrink/prune24), and give the pruned one"
-        )
 
 
 def plan_layers(model: BlocksModel, rules: Sequence[Rule], skip: Sequence[str], verb: str) -> dict[str, Format]:

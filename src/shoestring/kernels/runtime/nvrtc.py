@@ -1,6 +1,6 @@
 """CUDA C++ compiled on first use with the NVRTC library that torch brings along: no toolkit, no headers.
 
-    kernel = compile_kernel(cuda_source("sparse24/sparse24_linear"), "name", {"BITS": 4})  # kept in memory, on disk
+    kernel = compile_kernel(cuda_source("lowbit/few_rows"), "name", {"BITS": 4})  # kept in memory, on disk
     kernel.launch(grid, block, shared_bytes, args, cluster=2)     # on torch's current stream; capturable in a graph
 
 Compiled code is kept under $SHOESTRING_CACHE (else $XDG_CACHE_HOME/shoestring, else ~/.cache/shoestring), by a hash of
@@ -110,9 +110,11 @@ SOURCES = Path(__file__).parents[1]  # kernels/: sources stand beside the Python
 
 
 @functools.cache
-def cuda_source(*parts: str) -> str:
-    """Sources of kernels/ ("lowbit/few_rows") one behind the other, behind the instructions that all of them use."""
-    return "".join((SOURCES / f"{part}.cu").read_text() for part in ("runtime/instructions", *parts))
+def cuda_source(*parts: str, folder: Path = SOURCES) -> str:
+    """Sources of `folder`, kernels/ or a method's ("lowbit/few_rows"), one behind the other, behind the instructions
+    that all of them use."""
+    files = (SOURCES / "runtime" / "instructions.cu", *(folder / f"{part}.cu" for part in parts))
+    return "".join(file.read_text() for file in files)
 
 
 def options_for(arch: str, defines: Mapping[str, int]) -> list[str]:
