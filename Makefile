@@ -27,7 +27,7 @@ export PYTHONDONTWRITEBYTECODE :=
 WORKERS ?= 3
 # The tests of make check: of every layer the files that take a few seconds, about 95 seconds of processor time in all.
 CHECKED ?= $(patsubst %,tests/test_%.py, config device errors house_rules install_files pages paths runlog) tests/hardware \
-	$(addprefix tests/kernels/, lowbit/test_packing.py sparse24/test_masks.py runtime) \
+	$(addprefix tests/kernels/, lowbit/test_packing.py runtime) tests/methods/sparse24/kernels/test_masks.py \
 	$(addprefix tests/formats/, test_tables.py test_int8_activations.py test_docs.py test_learned_grid.py) \
 	tests/state/test_boxes.py \
 	$(addprefix tests/model/, test_transformer.py test_skip.py test_layer_plan.py) \

@@ -35,15 +35,17 @@ from benchmarks.decode import LLAMA_8B, build, decode_ours
 from benchmarks.lowbit_gemm import copies, graph_times, relative_error, say
 from benchmarks.results import markdown, newest, provenance, record
 from shoestring.errors import as_command
-from shoestring.formats import Format, Sparse24, Stacked, parse_format
+from shoestring.formats import Format, parse_format
 from shoestring.formats.base import Parts
-from shoestring.formats.kernel_layout import VALUES
 from shoestring.hardware.device import device_limits
 from shoestring.hardware.plan_table import add_plans
 from shoestring.kernels.runtime import nvrtc
-from shoestring.kernels.sparse24 import cusparselt, cusparselt_table, sparse24_linear
-from shoestring.kernels.sparse24.chunk_layout24 import ChunkLayout24
-from shoestring.kernels.sparse24.sparse24_linear import Sparse24LinearPlan
+from shoestring.methods.sparse24.chunks import VALUES
+from shoestring.methods.sparse24.format import Sparse24
+from shoestring.methods.sparse24.kernels import cusparselt, cusparselt_table, sparse24_linear
+from shoestring.methods.sparse24.kernels.chunk_layout24 import ChunkLayout24
+from shoestring.methods.sparse24.kernels.sparse24_linear import Sparse24LinearPlan
+from shoestring.methods.sparse24.stacked import Stacked
 from shoestring.model import Decoder, ModelSpec
 from shoestring.model.layer_plan import plan_decoder
 from shoestring.model.transformer import Block
@@ -265,9 +267,7 @@ def compile_all(jobs: Sequence[tuple[ChunkLayout24, int, Sparse24LinearPlan]]) -
         for layout, rows, plan in jobs
     }
     with ThreadPoolExecutor(16) as pool:
-        list(
-            pool.map(lambda options: nvrtc.cached_cubin(nvrtc.cuda_source("sparse24/sparse24_linear"), options), wanted)
-        )
+        list(pool.map(lambda options: nvrtc.cached_cubin(sparse24_linear.source(), options), wanted))
 
 
 # -- tables --------------------------------------------------------------------------------------------------

@@ -37,13 +37,16 @@ from benchmarks.processes import child_environment, run_in_turns, take_turn
 from benchmarks.results import markdown, newest, provenance, record
 from benchmarks.train_dense import FixedData
 from shoestring.errors import UserError, as_command
-from shoestring.formats import Dense, Format, Sparse24, convert, init_state
-from shoestring.formats.sparse24_products import scaled_mm
+from shoestring.formats import Dense, Format, convert, init_state
 from shoestring.kernels.runtime.capture_stream import on_capture_stream
-from shoestring.kernels.sparse24 import cusparselt, ffn
-from shoestring.kernels.sparse24.masked_decay import masked_decay_
-from shoestring.kernels.sparse24.transposable_mask import transposable_mask
 from shoestring.mesh import Mesh
+from shoestring.methods.sparse24.format import Sparse24
+from shoestring.methods.sparse24.kernels import cusparselt, ffn
+from shoestring.methods.sparse24.kernels.masked_decay import masked_decay_
+from shoestring.methods.sparse24.kernels.transposable_mask import transposable_mask
+from shoestring.methods.sparse24.products import scaled_mm
+from shoestring.methods.sparse24.training import MaskedDecay, MaskRefresh, NoiseClock
+from shoestring.methods.sparse24.tune import tune_products
 from shoestring.model import Decoder, ModelSpec
 from shoestring.model.parallel import ParallelConfig, init_weights, materialize, parallelize
 from shoestring.model.transformer import Mlp
@@ -51,8 +54,6 @@ from shoestring.runlog import RunLog
 from shoestring.train.cuda_graph import GraphedForwardBackward
 from shoestring.train.objectives import CrossEntropy
 from shoestring.train.optim import adamw, constant
-from shoestring.train.sparse24 import MaskedDecay, MaskRefresh, NoiseClock
-from shoestring.train.sparse24_tune import tune_products
 from shoestring.train.step import Hook, Micro, Run
 from shoestring.train.trainer import train
 

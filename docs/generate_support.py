@@ -51,7 +51,9 @@ FORMATS: dict[str, tuple[str, ...]] = {
     "nf3": tuple(TABLES),
     **{kind: (kind,) for kind in ("fp8", "sparse24", "sparse24+int4")},
 }
-assert sorted(chain(*FORMATS.values())) == sorted((*SPELLINGS, "int4:min", "sparse24+int4")), "a Format has no column"
+assert sorted(chain(*FORMATS.values())) == sorted((*SPELLINGS, "int4:min", "sparse24", "sparse24+int4")), (
+    "a Format has no column"
+)
 TOKENS = torch.randint(1, 60, (2, 24), generator=torch.Generator().manual_seed(1))
 OWN = "model's forward"
 

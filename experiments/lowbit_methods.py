@@ -29,6 +29,8 @@ from shoestring.formats.convert import Rule, format_linears, store_states
 from shoestring.mesh import open_mesh
 from shoestring.methods.distill.cakld import CachedCakld, Cakld, teacher_confidence
 from shoestring.methods.distill.range_gradient import with_range_gradient
+from shoestring.methods.sparse24.prune import SparseGpt, prune
+from shoestring.methods.sparse24.retrain import Retrain, retrain
 from shoestring.model import Decoder
 from shoestring.model.tokenizer import Tokenizer
 from shoestring.runlog import RunLog
@@ -37,8 +39,6 @@ from shoestring.shrink.calibrate import BlockStep, Calibration, block_linears, w
 from shoestring.shrink.clip import Clip
 from shoestring.shrink.gptq import Gptq
 from shoestring.shrink.mixed_bits import MixedBits, choose_formats, measure_damage
-from shoestring.shrink.prune import SparseGpt, prune
-from shoestring.shrink.prune24_retrain import Retrain, retrain
 from shoestring.shrink.qat import FallingRates, Rates, clip_weights, coarsest, learned_rules, read_grids, relative_adamw
 from shoestring.shrink.quantize import HEADS, METHODS, quantize, usual_inputs
 from shoestring.shrink.self_text import own_windows

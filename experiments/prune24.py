@@ -45,13 +45,8 @@ from shoestring.evals.tasks import run_task
 from shoestring.formats import Dense, parse_format
 from shoestring.formats.convert import format_linears, store_states
 from shoestring.mesh import MeshConfig, open_mesh
-from shoestring.model import Decoder, Tokenizer, load_model, save_model
-from shoestring.model.parallel import CompileMode, ParallelConfig
-from shoestring.runlog import RunLog
-from shoestring.shrink.calibrate import Calibration, walk, windows
-from shoestring.shrink.gptq import Gptq
-from shoestring.shrink.prune import PRUNERS, prune, take_branches
-from shoestring.shrink.prune24_retrain import (
+from shoestring.methods.sparse24.prune import PRUNERS, prune, take_branches
+from shoestring.methods.sparse24.retrain import (
     Retrain,
     build_student,
     check_coverage,
@@ -61,6 +56,11 @@ from shoestring.shrink.prune24_retrain import (
     settle,
     start_dense_phase,
 )
+from shoestring.model import Decoder, Tokenizer, load_model, save_model
+from shoestring.model.parallel import CompileMode, ParallelConfig
+from shoestring.runlog import RunLog
+from shoestring.shrink.calibrate import Calibration, walk, windows
+from shoestring.shrink.gptq import Gptq
 from shoestring.shrink.quantize import METHODS, quantize, usual_inputs
 from shoestring.train.data import TokenData
 from shoestring.train.optim import SCHEDULES

@@ -24,12 +24,12 @@ from shoestring.errors import as_command
 from shoestring.formats import parse_format
 from shoestring.formats.convert import store_states
 from shoestring.mesh import MeshConfig, open_mesh
+from shoestring.methods.sparse24.prune import PRUNERS, prune, take_branches
+from shoestring.methods.sparse24.retrain import Retrain, build_student, check_coverage, retrain
 from shoestring.model import Decoder, ModelSpec, load_model, save_model
 from shoestring.model.parallel import init_weights
 from shoestring.runlog import RunLog
 from shoestring.shrink.calibrate import walk
-from shoestring.shrink.prune import PRUNERS, prune, take_branches
-from shoestring.shrink.prune24_retrain import Retrain, build_student, check_coverage, retrain
 from shoestring.train.objectives import CrossEntropy
 from shoestring.train.optim import adamw, warmup_cosine
 from shoestring.train.step import Micro, Run

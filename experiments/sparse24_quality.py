@@ -69,18 +69,11 @@ from experiments.sparse24_tables import BENCH, CASES, COSINE, SHORT, WSD
 from experiments.time_budget import Limits
 from experiments.trained_model import save_trained
 from shoestring.errors import Interrupted, UserError, as_command
-from shoestring.formats import Dense, Format, Parts, Sparse24, convert, init_state
+from shoestring.formats import Dense, Format, Parts, convert, init_state
 from shoestring.formats.linear import local
 from shoestring.mesh import MeshConfig, open_mesh
-from shoestring.model import Decoder, ModelSpec
-from shoestring.model.parallel import CompileMode, ParallelConfig, init_weights, materialize, parallelize
-from shoestring.runlog import RunLog
-from shoestring.state.checkpoint import Checkpointer
-from shoestring.train.data import TokenData
-from shoestring.train.objectives import CrossEntropy
-from shoestring.train.optim import Schedule, adamw, warmup_cosine, warmup_stable_decay
-from shoestring.train.shards import Corpus, tokenize_corpus
-from shoestring.train.sparse24 import (
+from shoestring.methods.sparse24.format import Sparse24
+from shoestring.methods.sparse24.training import (
     DenseFinish,
     DenseStart,
     FlipController,
@@ -90,6 +83,14 @@ from shoestring.train.sparse24 import (
     NoiseClock,
     sparse_layers,
 )
+from shoestring.model import Decoder, ModelSpec
+from shoestring.model.parallel import CompileMode, ParallelConfig, init_weights, materialize, parallelize
+from shoestring.runlog import RunLog
+from shoestring.state.checkpoint import Checkpointer
+from shoestring.train.data import TokenData
+from shoestring.train.objectives import CrossEntropy
+from shoestring.train.optim import Schedule, adamw, warmup_cosine, warmup_stable_decay
+from shoestring.train.shards import Corpus, tokenize_corpus
 from shoestring.train.step import Hook, Run
 from shoestring.train.trainer import train
 

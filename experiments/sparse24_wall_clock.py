@@ -41,11 +41,7 @@ from experiments.sparse24_quality import LLAMA_TINY, Size, build, thinned, valid
 from experiments.sparse24_tables import WALL_CLOCK
 from experiments.time_budget import Limits, OutOfTime, TimeBudget
 from shoestring.errors import Interrupted, UserError, as_command
-from shoestring.train.cuda_graph import GraphedForwardBackward
-from shoestring.train.objectives import CrossEntropy
-from shoestring.train.optim import set_lr
-from shoestring.train.shards import Corpus, tokenize_corpus
-from shoestring.train.sparse24 import (
+from shoestring.methods.sparse24.training import (
     DenseFinish,
     DenseStart,
     MaskedDecay,
@@ -55,7 +51,11 @@ from shoestring.train.sparse24 import (
     sparse_layers,
     start_dense_phase,
 )
-from shoestring.train.sparse24_tune import tune_products
+from shoestring.methods.sparse24.tune import tune_products
+from shoestring.train.cuda_graph import GraphedForwardBackward
+from shoestring.train.objectives import CrossEntropy
+from shoestring.train.optim import set_lr
+from shoestring.train.shards import Corpus, tokenize_corpus
 from shoestring.train.step import ForwardBackward, Hook, PlainForwardBackward, Run
 from shoestring.train.trainer import train
 

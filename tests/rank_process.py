@@ -20,7 +20,7 @@ PRELOAD = [
     "torch.utils.tensorboard",
     "shoestring.cli.app",
     "shoestring.methods.distill.lowbit_best",
-    "shoestring.recipes.shrink.prune24",
+    "shoestring.methods.sparse24.recipes.prune24",
     "shoestring.recipes.train.dense",
     "shoestring.serve",
 ]

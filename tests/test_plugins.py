@@ -132,6 +132,6 @@ def test_listing_names_imports_no_method() -> None:
 
 
 def test_every_entry_point_of_the_project_loads() -> None:
-    for group in ("formats", "recipes", "reducers", "environment"):
+    for group in ("formats", "stored_formats", "recipes", "reducers", "environment"):
         for name in plugins.names(group):
             assert plugins.load(group, name) is not None

@@ -52,6 +52,6 @@ def test_every_exported_name_is_there_and_known_to_type_checkers() -> None:
     stub = ast.parse((REPO / "src" / "shoestring" / "__init__.pyi").read_text(encoding="utf-8"))
     imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
     declared = {alias.name: node.module for node in imports for alias in node.names}
-    of_methods = {name: plugins.module_name("formats", entry) for name, entry in shoestring._METHOD_FORMATS.items()}
+    of_methods = {name: plugins.module_name(*entry) for name, entry in shoestring._OF_METHODS.items()}
     assert declared == shoestring._PUBLIC | of_methods
     assert all(getattr(shoestring, name) is not None for name in shoestring.__all__)

@@ -38,16 +38,16 @@ _PUBLIC = {
 }
 
 # Formats of methods, by their entry points.
-_METHOD_FORMATS = {"Sparse24": "sparse24", "Stacked": "stacked"}
+_OF_METHODS = {"Sparse24": ("formats", "sparse24"), "Stacked": ("stored_formats", "stacked")}
 
-__all__ = ["__version__", *_PUBLIC, *_METHOD_FORMATS]
+__all__ = ["__version__", *_PUBLIC, *_OF_METHODS]
 
 
 def __getattr__(name: str) -> Any:
     if name in _PUBLIC:
         return getattr(import_module(_PUBLIC[name]), name)
-    if name in _METHOD_FORMATS:
-        return import_module("shoestring.plugins").load("formats", _METHOD_FORMATS[name])
+    if name in _OF_METHODS:
+        return import_module("shoestring.plugins").load(*_OF_METHODS[name])
     raise AttributeError(f"module 'shoestring' has no attribute {name!r}")
 
 

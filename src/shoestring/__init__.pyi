@@ -15,8 +15,8 @@ from shoestring.formats import (
     unpack,
 )
 from shoestring.formats.int8_activations import quantize_activations
-from shoestring.formats.sparse24 import Sparse24
-from shoestring.formats.stacked import Stacked
+from shoestring.methods.sparse24.format import Sparse24
+from shoestring.methods.sparse24.stacked import Stacked
 from shoestring.model import Decoder, LoadedModel, ModelSpec, Tokenizer, load_model, save_model
 from shoestring.serve import Completion, DraftModel, Engine, NgramDrafter, Sampling, open_drafter
 

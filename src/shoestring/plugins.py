@@ -5,6 +5,7 @@
 
     group                     a name stands for
     shoestring.formats        a Format class; its `parse` reads the spelling (formats/base.py)
+    shoestring.stored_formats the same for a name in packed models that is no spelling (formats/registry.py)
     shoestring.recipes        the module of a recipe: docstring, Config, main (recipes/find.py)
     shoestring.reducers       function of the text after the colon -> Compressor (train/reducers/methods.py)
     shoestring.skip_policies  function that opens a set or policy for --skip (serve/engine/skip_policy.py)

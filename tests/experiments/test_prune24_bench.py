@@ -13,10 +13,10 @@ import torch
 
 from benchmarks import results
 from experiments import prune24
+from shoestring.methods.sparse24.retrain import Retrain
 from shoestring.model import Decoder, ModelSpec, save_model
 from shoestring.model.parallel import init_weights
 from shoestring.model.tokenizer import Tokenizer
-from shoestring.shrink.prune24_retrain import Retrain
 
 
 @pytest.mark.lab

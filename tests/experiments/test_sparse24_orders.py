@@ -18,9 +18,9 @@ import pytest
 
 from experiments.sparse24_quality import FINISH, Size, build, make_hooks, validation_losses
 from experiments.sparse24_tables import WSD
+from shoestring.methods.sparse24.training import count_24
 from shoestring.train.objectives import CrossEntropy
 from shoestring.train.shards import Corpus, tokenize_corpus
-from shoestring.train.sparse24 import count_24
 from shoestring.train.trainer import train
 
 pytestmark = [pytest.mark.slow, pytest.mark.lab]

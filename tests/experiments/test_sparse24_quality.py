@@ -32,10 +32,10 @@ from experiments.trained_model import open_trained
 from shoestring.errors import UserError
 from shoestring.formats import Dense, FormatLinear, parse_format
 from shoestring.mesh import open_mesh
+from shoestring.methods.sparse24.training import sparse_layers
 from shoestring.model import Tokenizer, load_model
 from shoestring.runlog import RunLog
 from shoestring.train.objectives import CrossEntropy
-from shoestring.train.sparse24 import sparse_layers
 from shoestring.train.step import Run
 from shoestring.train.trainer import train
 from tiny import small_corpus

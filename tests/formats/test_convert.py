@@ -22,7 +22,6 @@ from shoestring.formats import (
     FormatLinear,
     IntAsym,
     Parts,
-    Sparse24,
     allocate_packed,
     bits_per_parameter,
     bypassed,
@@ -36,6 +35,7 @@ from shoestring.formats import (
     unpack,
 )
 from shoestring.formats.base import straight_through
+from shoestring.methods.sparse24.format import Sparse24
 
 
 class Block(nn.Module):

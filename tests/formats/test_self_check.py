@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoestring.errors import UserError
-from shoestring.formats import FormatLinear, IntAsym, Sparse24, convert, pack, self_check
+from shoestring.formats import FormatLinear, IntAsym, convert, pack, self_check
+from shoestring.methods.sparse24.format import Sparse24
 from tiny import QWEN2, random_model
 
 INT2 = IntAsym(bits=2, group=32)

@@ -20,19 +20,21 @@ HERE = Path(__file__).parent
 
 def library(folder: Path, header: str, *parts: str, macros: Mapping[str, int]) -> ctypes.CDLL:
     """Sources of kernels/ behind `header`, which calls the kernel. Compiled once: kept by the hash of all that it is
-    made from, beside what else the package compiles."""
+    made from, beside what else the package compiles. A method gives whole paths of its own header and sources."""
     source = "".join((nvrtc.SOURCES / f"{part}.cu").read_text() for part in parts)
     assert not re.search(r"\basm\b", re.sub(r"//.*", "", source)), "assembly that the emulation does not know"
     command = ["g++", "-O1", "-w", "-shared", "-fPIC", "-std=c++17", "-ffp-contract=off"]
     command += [f"-D{k}={v}" for k, v in sorted(macros.items())]
-    headers = [path.read_text() for path in sorted(HERE.glob("*_on_cpu.h"))]
-    name = hashlib.sha256(repr((header, headers, source, command)).encode()).hexdigest()[:32]
+    headers = [path.read_text() for path in (*sorted(HERE.glob("*_on_cpu.h")), HERE / header)]
+    name = hashlib.sha256(repr((Path(header).name, headers, source, command)).encode()).hexdigest()[:32]
     compiled = folder / f"{name}.so"  # a name of its own: what is loaded stays
 
     def compile() -> bytes:
         (folder / "kernel.inc").write_text(source)
         fresh = folder / "fresh.so"
-        subprocess.run([*command, f"-I{folder}", "-x", "c++", str(HERE / header), "-o", str(fresh)], check=True)
+        subprocess.run(
+            [*command, f"-I{folder}", f"-I{HERE}", "-x", "c++", str(HERE / header), "-o", str(fresh)], check=True
+        )
         return fresh.read_bytes()
 
     if not compiled.exists():

@@ -35,8 +35,9 @@ for line in sys.stdin:
 
 
 HERE = Path(__file__).parent
-# The tests of every family of kernels, and whatever this process was told to look at.
-PATHS = [str(p) for p in (HERE, *(d for d in HERE.iterdir() if d.is_dir()))] + [os.environ.get("PYTHONPATH", "")]
+# The tests of every family of kernels, the core's and those of methods, and whatever this process was told to look at.
+FAMILIES = (HERE, *(d for d in HERE.iterdir() if d.is_dir()), *HERE.parent.glob("methods/*/kernels"))
+PATHS = [*map(str, FAMILIES), os.environ.get("PYTHONPATH", "")]
 
 
 @functools.cache

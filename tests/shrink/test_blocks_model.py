@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoestring.formats import FormatLinear, pack, parse_format
+from shoestring.methods.sparse24.prune import PRUNERS, prune, sparsegpt
 from shoestring.model.blocks import BlocksModel, InputSource, block_prefixes
 from shoestring.shrink.blockwise import Blockwise, train_blocks
 from shoestring.shrink.calibrate import Calibration, walk
 from shoestring.shrink.chosen_grid import round_to_nearest, state_of
 from shoestring.shrink.gptq import gptq
 from shoestring.shrink.mixed_bits import measure_damage
-from shoestring.shrink.prune import PRUNERS, prune, sparsegpt
 from shoestring.shrink.quantize import METHODS, quantize
 
 WIDTH, NUM_BLOCKS, NUM_CLASSES = 32, 3, 10

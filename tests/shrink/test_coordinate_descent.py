@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shoestring.errors import UserError
 from shoestring.formats import GridFormat, Parts, parse_format
-from shoestring.kernels.sparse24.masks import is_24, mask24
+from shoestring.methods.sparse24.kernels.masks import is_24, mask24
 from shoestring.shrink.chosen_grid import ChosenGrid, round_to_nearest, snap_to_grid, state_of
 from shoestring.shrink.clip import Clip
 from shoestring.shrink.coordinate_descent import descend

@@ -15,10 +15,11 @@ from shoestring.cli.app import run_cli
 from shoestring.errors import UserError, as_command, during, memory_line, out_of_memory
 from shoestring.methods.distill import cakld
 from shoestring.methods.drafter import stages as drafter_stages
+from shoestring.methods.sparse24 import stages
+from shoestring.methods.sparse24.recipes import sste
 from shoestring.recipes.shrink import ptq
-from shoestring.recipes.train import sparse24_sste
 from shoestring.runlog import read_jsonl
-from shoestring.shrink import block_files, blockwise, prune24_stages, qat, quantize
+from shoestring.shrink import block_files, blockwise, qat, quantize
 from shoestring.train import data
 
 GPU = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.72 GiB"
@@ -174,8 +175,8 @@ def test_training_says_what_to_make_smaller_and_goes_on(
 @pytest.mark.parametrize(
     ("recipe", "argv", "module", "name"),
     [
-        ("train/sparse24_sste", [*DENSE, "flip_every=1"], sparse24_sste, "deliver_packed"),
-        ("shrink/prune24", [*PTQ[:-1], "train=none", "device=cpu"], prune24_stages, "prune"),
+        ("train/sparse24_sste", [*DENSE, "flip_every=1"], sste, "deliver_packed"),
+        ("shrink/prune24", [*PTQ[:-1], "train=none", "device=cpu"], stages, "prune"),
         ("shrink/drafter", DRAFTER, drafter_stages, "generate_text"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -23,13 +23,13 @@ from shoestring.errors import UserError
 from shoestring.evals.perplexity import perplexity
 from shoestring.formats import convert, pack, parse_format
 from shoestring.host.block_offload import fits_on_device, on_device
+from shoestring.methods.sparse24.prune import prune
 from shoestring.model import Decoder, ModelSpec, save_model
 from shoestring.shrink.block_files import BlockFiles
 from shoestring.shrink.blockwise import Blockwise, train_blocks
 from shoestring.shrink.calibrate import Calibration, block_linears, walk
 from shoestring.shrink.gptq import gptq
 from shoestring.shrink.mixed_bits import measure_damage
-from shoestring.shrink.prune import prune
 from shoestring.shrink.quantize import METHODS, QuantizeReport, quantize, usual_inputs
 from shoestring.shrink.shrink_run import offload_dtype
 from tiny import GPT2, QWEN2, loud_model, tokens

@@ -13,19 +13,19 @@ from torch import Tensor
 
 from shoestring.formats import convert, parse_format
 from shoestring.mesh import Mesh, open_mesh
+from shoestring.methods.sparse24.prune import sparsegpt
+from shoestring.methods.sparse24.training import NoiseClock
 from shoestring.model import Decoder, ModelSpec
 from shoestring.model.parallel import init_weights
 from shoestring.runlog import RunLog
 from shoestring.shrink.blockwise import Blockwise, train_blocks
 from shoestring.shrink.clip import Clip
 from shoestring.shrink.gptq import Gptq, gptq
-from shoestring.shrink.prune import sparsegpt
 from shoestring.train.cuda_graph import GraphedForwardBackward, pass_counters, why_plain
 from shoestring.train.data import TokenData
 from shoestring.train.objectives import CrossEntropy, Distill
 from shoestring.train.optim import adamw
 from shoestring.train.shards import TokenShards
-from shoestring.train.sparse24 import NoiseClock
 from shoestring.train.step import Hook, Run
 from shoestring.train.trainer import train
 

@@ -64,11 +64,11 @@ def format_class(name: object) -> type[Format]:
     """By the name that packed models store."""
     if isinstance(name, str) and name in FORMATS:
         return FORMATS[name]
-    added = plugins.names("formats")
-    if isinstance(name, str) and name in added:
-        found: type[Format] = plugins.load("formats", name)
+    groups = {added: group for group in ("formats", "stored_formats") for added in plugins.names(group)}
+    if isinstance(name, str) and name in groups:
+        found: type[Format] = plugins.load(groups[name], name)
         return found
-    known = [*FORMATS, *added]
+    known = [*FORMATS, *groups]
     raise UserError(
         f"There is no format named {shown(name)}: this version knows {', '.join(known)}.{suggest(str(name), known)}"
     )

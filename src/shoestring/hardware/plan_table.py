@@ -13,7 +13,7 @@ differ from their defaults. The operation chooses the key (format, rows, shape),
 
 Entries with unknown fields or values of the wrong type, and files that are not JSON, are ignored with a warning: the
 operation then uses its rule or measures again. Files are replaced as a whole. The operation checks whether a plan fits
-the device. Tuners are in experiments/, benchmarks/ and kernels/sparse24/cusparselt_table.py.
+the device. Tuners are in experiments/, benchmarks/ and methods/sparse24/kernels/cusparselt_table.py.
 """
 
 from __future__ import annotations

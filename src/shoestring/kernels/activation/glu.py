@@ -3,7 +3,7 @@
     glu          gate and up side by side in one tensor, as in a decoding step; no gradient
     glu_pair     gate and up as two tensors, with gradients: one kernel forward, one backward
 
-Gates: gates.py. Feature-major tensors: kernels/sparse24/ffn.py. Shapes: T rows, F inner width.
+Gates: gates.py. Feature-major tensors: methods/sparse24/kernels/ffn.py. Shapes: T rows, F inner width.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-defs=False
-"""The kernels of glu.py, and the arithmetic of the gates in fp32, which sparse24/ffn_triton.py uses too."""
+"""The kernels of glu.py, and the arithmetic of the gates in fp32, which 2:4 layers use too."""
 
 import triton
 import triton.language as tl
