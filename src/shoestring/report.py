@@ -311,6 +311,7 @@ EVAL_COLUMNS = {
     "task": "task",
     "accuracy": "accuracy",
     "similarity": "similarity of outputs",
+    "least_similarity": "... at least",
     "num": "items",
     "megabytes": "MB",
     "bits_per_weight": "bits per weight",

@@ -17,7 +17,7 @@ from shoestring.formats import formats_of
 from shoestring.model.encoder import load_encoder_module, save_packed_encoder
 from shoestring.model.verify import verify
 from shoestring.runlog import read_jsonl
-from shoestring.serve.engine.encoder import folder_pooling, is_encoder, load_encoder
+from shoestring.serve.engine.encoder import EncoderRunner, folder_pooling, is_encoder, load_encoder
 from shoestring.shrink import encoder_stages
 from tiny import tiny_tokenizer
 
@@ -50,7 +50,7 @@ def test_a_bert_from_the_command_line(
 ) -> None:
     run = partial(cli, *PTQ, "model=bert", "calib=calib.txt")
     said = run("run=small")
-    assert "similarity of outputs" in said and "shoestring serve small/model" in said
+    assert "similarity of sentences' vectors" in said and "shoestring serve small/model" in said
     rows = read_jsonl(here / "small/evals.jsonl")
     assert [r["model"] for r in rows] == ["before", "after"] and rows[1]["similarity"] > 0.95
     assert rows[1]["megabytes"] < 0.4 * rows[0]["megabytes"]
@@ -72,6 +72,21 @@ def test_a_bert_from_the_command_line(
     (here / "small/model/1_Pooling/notes.txt").touch()
     with pytest.raises(UserError, match="it holds '1_Pooling'"):
         save_packed_encoder(here / "small/model", model, bert)
+
+    assert rows[1]["least_similarity"] < rows[1]["similarity"] < 1
+
+    said = cli("quantize", "bert", "int3:g32", "device=cpu", "run=short")  # without a text
+    short = read_jsonl(here / "short/evals.jsonl")[1]
+    assert (
+        "run shrink/ptq model=bert format=int3:g32 method=rtn" in said and short["similarity"] < rows[1]["similarity"]
+    )
+    pooled = [
+        torch.cat([next(EncoderRunner(m).embedding_parts([ids], "cls", 64)) for ids in texts])
+        for m in (load_encoder_module(here / folder, "cpu", torch.float32) for folder in ("bert", "short/model"))
+        for texts in [[load_encoder(bert).tokenizer.encode(text)[:40] for text in encoder_stages.SENTENCES]]
+    ]
+    assert short["similarity"] == pytest.approx(float(torch.cosine_similarity(*pooled).mean()), abs=2e-3)  # 16 bits
+    assert "give calib=" in cli("run", "shrink/ptq", "model=bert", "method=awq", fails=True)
 
     assert "is an encoder: leave it out" in run("text=test.txt", fails=True)
     assert "is an encoder: `shoestring run shrink/ptq method=rtn" in cli("run", "shrink/rtn", "model=bert", fails=True)

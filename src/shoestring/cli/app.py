@@ -213,11 +213,15 @@ def quantize(
     config: ConfigOption = None,
 ) -> None:
     """Shrink a model to few bits. Short for: run shrink/rtn, or run shrink/ptq with calib=FILE or method=..."""
+    from shoestring.model.encoder_types import encoder_type
+
     given = overrides or []
     if _is_setting(format):  # the format was left out
         given, format = [format, *given], "int4"
-    if {"calib", "method"} & {item.partition("=")[0] for item in given}:
-        method = [] if any(item.startswith("method=") for item in given) else ["method=gptq+clip"]
+    keys = {item.partition("=")[0] for item in given}
+    encoder = encoder_type(find_model(model)) is not None
+    if encoder or {"calib", "method"} & keys:
+        method = [] if "method" in keys else [f"method={'rtn' if encoder and 'calib' not in keys else 'gptq+clip'}"]
         _run_short_form("shrink/ptq", [f"model={model}", f"format={format}", *method, *given], config)
     else:
         _run_short_form("shrink/rtn", [f"model={model}", f"format={format}", *given], config)

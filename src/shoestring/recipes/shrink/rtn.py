@@ -71,7 +71,7 @@ def main(cfg: Config) -> Path:
     check_outputs(settings, "out", "dense_out")
     check_run_folder(settings)
     if encoder_type(find_model(cfg.model)) is not None:
-        raise UserError(f"{cfg.model} is an encoder: `shoestring run shrink/ptq method=rtn calib=...` rounds it")
+        raise UserError(f"{cfg.model} is an encoder: `shoestring run shrink/ptq method=rtn` rounds it")
     device = pick_device(cfg.device)
     if (shape := described(cfg.model)) is not None:
         check_source(shape, with_embedding(rules, cfg.embed, shape), cfg.model)

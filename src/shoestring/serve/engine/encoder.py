@@ -46,7 +46,11 @@ class TextEncoder:
 def load_encoder(
     folder: Path, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
 ) -> TextEncoder:
-    model = load_encoder_module(folder, device, dtype)
+    return text_encoder(folder, load_encoder_module(folder, device, dtype))
+
+
+def text_encoder(folder: Path, model: torch.nn.Module) -> TextEncoder:
+    """With the tokenizer and the sizes that the folder has for the model."""
     if not (folder / "tokenizer.json").is_file():
         raise UserError(f"{folder} has no tokenizer.json; save its fast tokenizer there")
     tokenizer = Tokenizer.from_file(folder)
