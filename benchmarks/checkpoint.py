@@ -51,12 +51,12 @@ from shoestring.mesh import Mesh
 from shoestring.model import Decoder, ModelSpec
 from shoestring.model.parallel import ParallelConfig, init_weights, materialize, parallelize
 from shoestring.runlog import RunLog
-from shoestring.state.checkpoint import flatten, run_state
+from shoestring.state.checkpointer import Checkpointer
 from shoestring.state.levels.agent import read_status
-from shoestring.state.levels.checkpointer import LevelCheckpointer
 from shoestring.state.levels.host_folder import host_folder, memory_base, remove_host_folder
 from shoestring.state.levels.settings import CheckpointConfig, LevelsConfig
 from shoestring.state.optimizer import init_state
+from shoestring.state.run_state import flatten, run_state
 from shoestring.train.objectives import CrossEntropy
 from shoestring.train.optim import adamw
 from shoestring.train.step import Micro, Run
@@ -196,8 +196,8 @@ def measure(job: Job, save: Save, step_s: float, repeats: int, most_s: float) ->
 SETTINGS = CheckpointConfig(checkpoint="auto", keep_last=1, levels=LevelsConfig(agent_idle=600.0))
 
 
-def open_ours(job: Job, folder: Path) -> LevelCheckpointer:
-    saver = LevelCheckpointer(folder / "checkpoints", SETTINGS)
+def open_ours(job: Job, folder: Path) -> Checkpointer:
+    saver = Checkpointer(folder / "checkpoints", SETTINGS)
     saver.resume(job.run, {})
     while saver.memory is None:  # until it has its memory; the first save is measured
         job.step()
@@ -207,7 +207,7 @@ def open_ours(job: Job, folder: Path) -> LevelCheckpointer:
     return saver
 
 
-def ours(job: Job, saver: LevelCheckpointer, levels: tuple[str, ...], folder: Path) -> Save:
+def ours(job: Job, saver: Checkpointer, levels: tuple[str, ...], folder: Path) -> Save:
     def call() -> None:
         saver.save_next(levels)
         saver.after_step(job.run, {})
@@ -320,7 +320,7 @@ def run_size(
     folder = scratch / "run"
     try:
         saver = open_ours(job, folder)
-        in_memory = str(saver.place).startswith(str(memory_base()))
+        in_memory = str(saver.place.folder).startswith(str(memory_base()))
         found.place = f"tmpfs{' with huge pages' if HUGE in os.environ else ''}" if in_memory else "a file on disk"
         if "saves" in parts:
             found.add("ours, memory", measure(job, ours(job, saver, ("memory",), folder), step_s, repeats + 1, 30.0))
@@ -416,7 +416,7 @@ def show(case: str, row: dict[str, list[float]]) -> None:
     )
 
 
-def sweep_steps(job: Job, saver: LevelCheckpointer, folder: Path, state_bytes: int) -> list[tuple[float, float, float]]:
+def sweep_steps(job: Job, saver: Checkpointer, folder: Path, state_bytes: int) -> list[tuple[float, float, float]]:
     """(step over PCIe time, stall in ms, ms lost a save) with ever fewer tokens a step."""
     found = []
     whole = job.num_micros
@@ -461,7 +461,7 @@ def restore_here(name: str, layers: int, device: torch.device, folder: Path) -> 
     job = Job(replace(size, spec=replace(size.spec, num_layers=layers)), device)
     init_state(job.run.optimizer)
     job.finish()
-    saver = LevelCheckpointer(folder / "checkpoints", SETTINGS)
+    saver = Checkpointer(folder / "checkpoints", SETTINGS)
     began = time.perf_counter()
     assert saver.resume(job.run, {})
     job.finish()
@@ -470,7 +470,7 @@ def restore_here(name: str, layers: int, device: torch.device, folder: Path) -> 
     gbps = saver.restored.num_bytes / saver.restored.seconds / 1e9
     times = {"fill_s": round(saver.restored.seconds, 4), "resume_s": round(total, 4)}
     saver.let_go()
-    again = LevelCheckpointer(folder / "checkpoints", SETTINGS)  # with what the first one pinned
+    again = Checkpointer(folder / "checkpoints", SETTINGS)  # with what the first one pinned
     again.resume(job.run, {})
     assert again.restored is not None
     again_gbps = again.restored.num_bytes / again.restored.seconds / 1e9

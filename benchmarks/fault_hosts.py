@@ -41,7 +41,7 @@ from benchmarks.results import record
 from shoestring.errors import UserError, as_command
 from shoestring.mesh import MeshConfig, open_mesh
 from shoestring.runlog import RunLog
-from shoestring.state.levels.checkpointer import LevelCheckpointer
+from shoestring.state.checkpointer import Checkpointer
 from shoestring.state.levels.settings import CheckpointConfig, LevelsConfig
 
 HOSTS, WIDTH, BATCH = 2, 1024, 256
@@ -128,7 +128,9 @@ def worker(place: Path, remote: bool, span_s: float) -> None:
     log = RunLog(None, quiet=True)
     log.say = said.append  # type: ignore[method-assign, assignment]
     run: Any = argparse.Namespace(step=0, model=model, optimizer=optimizer, mesh=mesh, log=log)
-    saver = LevelCheckpointer(place / "run" / "checkpoints", CheckpointConfig(checkpoint="auto", levels=levels))
+    saver = Checkpointer(place / "run" / "checkpoints", CheckpointConfig(checkpoint="auto", levels=levels))
+    measured = saver.measured
+    assert measured is not None
     began = time.perf_counter()
     resumed = saver.resume(run, {})
     seconds = time.perf_counter() - began
@@ -148,8 +150,8 @@ def worker(place: Path, remote: bool, span_s: float) -> None:
 
     def save(levels: tuple[str, ...]) -> None:
         saver.save_next(levels)
-        before = saver.saves
-        while saver.saves == before:
+        before = measured.pace.saves
+        while measured.pace.saves == before:
             step()
             saver.after_step(run, {})
             if saver.memory is not None:
@@ -166,15 +168,17 @@ def worker(place: Path, remote: bool, span_s: float) -> None:
         times: list[float] = []
         while not mesh.any(sum(times) > span_s):
             times.append(step())
-            saver.next_step = run.step + 1000  # no save within the span
+            measured.pace.next_step = run.step + 1000  # no save within the span
         found[with_peer].append(statistics.mean(times))
     save(("memory", "peer", "disk", *(["remote"] if remote else [])))
     assert saver.memory is not None
     saver.memory.wait()
-    while saver._peers is not None and saver._peers.busy():
+    while measured.peers.rounds is not None and measured.peers.rounds.busy():
         time.sleep(0.02)
-    size = sum(b.num_bytes for b in saver.share.boxes) if saver.share is not None else 0
-    peers = saver._peers
+    size = (
+        sum(b.num_bytes for b in saver._memory.division.share.boxes) if saver._memory.division.share is not None else 0
+    )
+    peers = measured.peers.rounds
     about = {"peer_s": peers.seconds, "peer_ok": peers.succeeded, "peer_error": peers.error} if peers else {}
     mesh.barrier()
     end = {"step": run.step, "bits": fingerprint(run), "off": found[False], "on": found[True], "share_bytes": size}

@@ -42,8 +42,8 @@ from shoestring.errors import UserError, as_command
 from shoestring.host.arena import Arena
 from shoestring.mesh import Mesh
 from shoestring.state.checkpoint import step_folders
+from shoestring.state.checkpointer import Checkpointer
 from shoestring.state.levels.agent import agent_pid, read_status
-from shoestring.state.levels.checkpointer import LevelCheckpointer
 from shoestring.state.levels.host_folder import arena_files, host_folder, remove_host_folder
 from shoestring.state.levels.settings import CheckpointConfig
 from shoestring.state.storage import SafeReader
@@ -97,7 +97,9 @@ class Story:
     def _train(self, steps: int, levels: tuple[str, ...], hold_s: float) -> None:
         torch.set_num_threads(1)
         run = make_run(Mesh(0, 1, torch.device("cpu")))
-        saver = LevelCheckpointer(self.run_folder / "checkpoints", self.settings)
+        saver = Checkpointer(self.run_folder / "checkpoints", self.settings)
+        measured = saver.measured
+        assert measured is not None
         if not saver.resume(run, {}):
             torch.manual_seed(7)
         good = self._is_good(run)
@@ -107,7 +109,7 @@ class Story:
             saver.save_next(levels)
             began = time.perf_counter()
             saver.after_step(run, {})
-            if saver.saves > 1:  # the first ones start the agent and make the arena
+            if measured.pace.saves > 1:  # the first ones start the agent and make the arena
                 waits.append(time.perf_counter() - began)
             if saver.memory is not None:
                 saver.memory.touch_now()
@@ -127,7 +129,9 @@ class Story:
 
         def resume() -> list[Any]:
             run = make_run(Mesh(0, 1, torch.device("cpu")))
-            saver = LevelCheckpointer(self.run_folder / "checkpoints", self.settings, resume_from=resume_from)
+            saver = Checkpointer(self.run_folder / "checkpoints", self.settings, resume_from=resume_from)
+            measured = saver.measured
+            assert measured is not None
             try:
                 saver.resume(run, {})
             except UserError as error:

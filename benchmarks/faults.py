@@ -53,8 +53,8 @@ from shoestring.errors import UserError, as_command
 from shoestring.mesh import Mesh, MeshConfig, open_mesh
 from shoestring.runlog import RunLog
 from shoestring.state.boxes import Box
+from shoestring.state.checkpointer import Checkpointer
 from shoestring.state.levels.agent import agent_pid
-from shoestring.state.levels.checkpointer import LevelCheckpointer
 from shoestring.state.levels.drain import drain
 from shoestring.state.levels.host_folder import arena_files, arena_path, host_folder, list_copies, remove_host_folder
 from shoestring.state.levels.restore import choose, fill_tensors, offers_here
@@ -124,7 +124,9 @@ def rank_main(rank: int, world: int, place: Path, meeting: Path, record_history:
         (place / f"history-{world}-{rank}").write_text("\n".join(lines))
         return
     run_folder = place / "run"
-    saver = LevelCheckpointer(run_folder / "checkpoints", SETTINGS, resume_from="previous" if previous else "newest")
+    saver = Checkpointer(run_folder / "checkpoints", SETTINGS, resume_from="previous" if previous else "newest")
+    measured = saver.measured
+    assert measured is not None
     report = place / f"resumed-{rank}"
     try:
         resumed = saver.resume(run, {})
@@ -143,8 +145,8 @@ def rank_main(rank: int, world: int, place: Path, meeting: Path, record_history:
         take_step(run)
         os.pwrite(progress, f"{run.step:8d}{max(intervals):8d}".encode(), 0)
         saver.after_step(run, {})
-        if saver.plan is not None and saver.plan is not plan:
-            plan = saver.plan  # made at every save, and once more when the costs of the first ones are known
+        if measured.pace.plan is not None and measured.pace.plan is not plan:
+            plan = measured.pace.plan  # made at every save, and when the costs of the first are known
             intervals = [*intervals[-1:], plan.steps]
     saver.let_go()
 

@@ -100,7 +100,7 @@ from shoestring.serve.speculative.draft_model import DraftModel, trim_head
 from shoestring.serve.speculative.drafter import Drafter
 from shoestring.serve.speculative.drafter_stack import DrafterStack
 from shoestring.serve.speculative.ngram_drafter import NgramDrafter
-from shoestring.state.checkpoint import Checkpointer
+from shoestring.state.checkpointer import Checkpointer
 from shoestring.state.reshard.version import WeightsVersion
 from shoestring.train.data import TokenData
 from shoestring.train.shards import Corpus, TokenShards, tokenize_corpus

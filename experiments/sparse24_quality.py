@@ -86,7 +86,7 @@ from shoestring.methods.sparse24.training import (
 from shoestring.model import Decoder, ModelSpec
 from shoestring.model.parallel import CompileMode, ParallelConfig, init_weights, materialize, parallelize
 from shoestring.runlog import RunLog
-from shoestring.state.checkpoint import Checkpointer
+from shoestring.state.checkpointer import Checkpointer
 from shoestring.train.data import TokenData
 from shoestring.train.objectives import CrossEntropy
 from shoestring.train.optim import Schedule, adamw, warmup_cosine, warmup_stable_decay

@@ -50,7 +50,7 @@ from shoestring.shrink.self_text import read_prompts
 from shoestring.state.boxes import Box, local_box
 from shoestring.state.checkpoint import load_checkpoint, save_checkpoint
 from shoestring.state.checkpoint_files import HOST_FORMAT, HOST_MANIFEST, MANIFEST, seal
-from shoestring.state.levels.checkpointer import LevelCheckpointer
+from shoestring.state.checkpointer import Checkpointer
 from shoestring.state.levels.drain import drain
 from shoestring.state.levels.host_folder import arena_path, list_copies
 from shoestring.state.levels.restore import Offer, plan_pieces, read_offer
@@ -517,8 +517,8 @@ def forged_geometry(folder: Path, rng: random.Random) -> str:
 def use_remote(folder: Path) -> None:
     """What a run does that finds nothing on its own machine: fetch the newest checkpoint, and read it."""
     settings = CheckpointConfig(checkpoint="auto", levels=LevelsConfig(remote=f"file://{folder}", remote_timeout_s=5.0))
-    saver = LevelCheckpointer(folder / "fetched", settings)
-    if saver._fetch_remote(SimpleNamespace(mesh=Mesh(0, 1, torch.device("cpu")), log=None), []):
+    saver = Checkpointer(folder / "fetched", settings)
+    if saver.levels[-1].fetch(SimpleNamespace(mesh=Mesh(0, 1, torch.device("cpu")), log=None), None):
         use_checkpoint(folder / "fetched")
 
 

@@ -23,7 +23,8 @@ import torch
 from shoestring.errors import UserError
 from shoestring.model import load_model, save_model
 from shoestring.model.export import export_model
-from shoestring.state.checkpoint import Checkpointer, latest
+from shoestring.state.checkpoint import latest
+from shoestring.state.checkpointer import Checkpointer
 from shoestring.state.files import TensorWriter, sweep_leftovers
 from shoestring.state.storage import SafeReader
 from tiny import tiny_decoder

@@ -23,7 +23,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from shoestring.errors import UserError
 from shoestring.mesh import Mesh, MeshConfig, open_mesh
 from shoestring.state.boxes import check_cover, local_box
-from shoestring.state.checkpoint import Checkpointer, load_checkpoint, save_checkpoint, step_folder
+from shoestring.state.checkpoint import load_checkpoint, save_checkpoint, step_folder
+from shoestring.state.checkpointer import Checkpointer
 from shoestring.state.manifest import read_manifest
 from shoestring.state.optimizer import optimizer_state
 from shoestring.state.storage import SafeReader, SafeWriter

@@ -16,20 +16,12 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from shoestring.errors import UserError
 from shoestring.mesh import Mesh
-from shoestring.state.checkpoint import (
-    Checkpointer,
-    flatten,
-    latest,
-    load_checkpoint,
-    prune,
-    save_checkpoint,
-    seed_rng,
-    step_folder,
-    unflatten,
-)
+from shoestring.state.checkpoint import latest, load_checkpoint, prune, save_checkpoint, step_folder
 from shoestring.state.checkpoint_files import OLD, hidden
+from shoestring.state.checkpointer import Checkpointer
 from shoestring.state.manifest import read_manifest
 from shoestring.state.optimizer import optimizer_state
+from shoestring.state.run_state import flatten, seed_rng, unflatten
 
 
 class Net(nn.Module):

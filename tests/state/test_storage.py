@@ -25,8 +25,9 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import CheckpointException
 
 from shoestring.errors import UserError
-from shoestring.state.checkpoint import Checkpointer, latest, load_checkpoint, save_checkpoint, step_folder
+from shoestring.state.checkpoint import latest, load_checkpoint, save_checkpoint, step_folder
 from shoestring.state.checkpoint_files import MANIFEST, NEW
+from shoestring.state.checkpointer import Checkpointer
 from shoestring.state.files import DTYPES
 from shoestring.state.manifest import decode_value, encode_value, read_manifest
 from shoestring.state.storage import SafeReader, SafeWriter, split_parts
@@ -343,7 +344,7 @@ def test_a_folder_that_cannot_be_made_is_a_user_error(tmp_path: Path) -> None:
 KILLED = """
 import sys, torch
 from types import SimpleNamespace
-from shoestring.state.checkpoint import Checkpointer
+from shoestring.state.checkpointer import Checkpointer
 model = torch.nn.Linear(4, 2)
 sgd = torch.optim.SGD(model.parameters(), lr=1.0)
 run = SimpleNamespace(step=0, model=model, optimizer=sgd, mesh=None, log=None)

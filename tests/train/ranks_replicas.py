@@ -17,7 +17,7 @@ from ranks_reducers import fit, new_run, total_residuals
 from safetensors.torch import load_file, save_file
 
 from shoestring.mesh import MeshConfig, open_mesh
-from shoestring.state.checkpoint import Checkpointer
+from shoestring.state.checkpointer import Checkpointer
 
 torch.set_num_threads(1)
 folder, source, target = Path(sys.argv[1]), sys.argv[2], sys.argv[3]

@@ -17,7 +17,7 @@ from shoestring.mesh import MeshConfig, open_mesh
 from shoestring.model import Decoder, ModelSpec
 from shoestring.model.parallel import ParallelConfig, init_weights, materialize, parallelize
 from shoestring.runlog import RunLog
-from shoestring.state.checkpoint import Checkpointer
+from shoestring.state.checkpointer import Checkpointer
 from shoestring.train.objectives import CrossEntropy
 from shoestring.train.optim import adamw, constant
 from shoestring.train.step import Run

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shoestring.errors import UserError
 from shoestring.formats import FormatLinear
-from shoestring.state.checkpoint import Checkpointer
+from shoestring.state.checkpointer import Checkpointer
 from shoestring.train.gradients import GradientWatch
 
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from shoestring.errors import UserError
 from shoestring.mesh import Mesh
 from shoestring.runlog import RunLog
-from shoestring.state.checkpoint import Checkpointer
-from shoestring.state.levels.checkpointer import LevelCheckpointer
+from shoestring.state.checkpointer import Checkpointer
 from shoestring.state.levels.host_folder import host_folder, list_copies
+from shoestring.state.levels.place import HostPlace
 from shoestring.state.levels.settings import CheckpointConfig, LevelsConfig
 from shoestring.train.rollback import BadStepError, LossWatch, SkippedSteps
 from shoestring.train.step import Micro, Run
@@ -86,22 +86,21 @@ def test_two_bad_rows_after_one_version_are_both_left_out(tmp_path: Path) -> Non
 
 def test_off_and_ask_stop_and_the_bad_state_is_not_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOESTRING_MEMORY_DIR", str(tmp_path))
-    monkeypatch.setattr(LevelCheckpointer, "_start_agent", lambda self, mesh: None)
+    monkeypatch.setattr(HostPlace, "start_agent", lambda self: None)
     settings = CheckpointConfig(checkpoint="auto", levels=LevelsConfig(mttf_hours=1e-9, budget=0.5))
     run = make_run()
-    saver = LevelCheckpointer(tmp_path / "run" / "checkpoints", settings)
+    saver = Checkpointer(tmp_path / "run" / "checkpoints", settings)
     with pytest.raises(UserError, match=r"step 7: .*NaN.*goes on from the newest version before step 7"):
         train(run, Rows(), NanAt(6), steps=10, checkpointer=saver, log_every=1, rollback="ask")
     saver.let_go()
     # As if a GPU had noticed late: versions from step 4 on are discarded.
-    saver = LevelCheckpointer(tmp_path / "run" / "checkpoints", settings)
+    saver = Checkpointer(tmp_path / "run" / "checkpoints", settings)
     run = make_run()
-    saver._find_hosts(run.mesh)
     saver.discard(run, 4)
     assert all(c.copy.step < 4 for c in list_copies(host_folder(tmp_path / "run"))[0])
     saver.let_go()
     run = make_run()
-    saver = LevelCheckpointer(tmp_path / "run" / "checkpoints", settings)
+    saver = Checkpointer(tmp_path / "run" / "checkpoints", settings)
     with pytest.raises(BadStepError, match="step 7"):
         train(run, Rows(), NanAt(6), steps=10, checkpointer=saver, log_every=1)
     saver.let_go()

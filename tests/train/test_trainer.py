@@ -18,7 +18,7 @@ from shoestring.mesh import Mesh, MeshConfig, open_mesh
 from shoestring.model import Decoder, ModelSpec
 from shoestring.model.parallel import ParallelConfig, init_weights, materialize, parallelize
 from shoestring.runlog import RunLog, read_metrics
-from shoestring.state.checkpoint import Checkpointer
+from shoestring.state.checkpointer import Checkpointer
 from shoestring.train.gradients import clip_gradients
 from shoestring.train.objectives import CrossEntropy
 from shoestring.train.optim import adamw, constant, warmup_cosine, warmup_stable_decay

@@ -37,7 +37,7 @@ def hold_run(folder: Path, mesh: Mesh | None = None) -> Iterator[None]:
     if mesh is None or mesh.world_size == 1:
         held = _acquire(folder)
     else:
-        from shoestring.state.checkpoint import on_main  # and with it torch
+        from shoestring.state.agreement import on_main  # and with it torch
 
         on_main(mesh, lambda: held.extend(_acquire(folder)))
     try:

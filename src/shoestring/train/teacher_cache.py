@@ -40,7 +40,7 @@ from shoestring.mesh import Mesh
 from shoestring.model.collectives import gather_last
 from shoestring.model.transformer import Head
 from shoestring.runlog import OpenProgressBar, RunLog, write_atomically
-from shoestring.state.checkpoint import agree
+from shoestring.state.agreement import agree
 from shoestring.train.data import TokenData
 from shoestring.train.objectives import vocab_log_softmax, vocab_logsumexp, vocab_remove_, vocab_start, vocab_take
 from shoestring.train.step import IGNORED, Micro

@@ -28,7 +28,7 @@ from shoestring.serve import Engine, Sampling, open_drafter
 from shoestring.serve.engine.request import Request
 from shoestring.serve.speculative.draft_model import DraftModel
 from shoestring.serve.speculative.drafter import Drafter
-from shoestring.state.checkpoint import Checkpointer
+from shoestring.state.checkpointer import Checkpointer
 from shoestring.train.data import TokenData
 from shoestring.train.shards import TokenShards
 from tiny import random_model

@@ -30,7 +30,7 @@ from shoestring.methods.sparse24.training import (
 from shoestring.methods.sparse24.tune import multiplied
 from shoestring.model import Decoder, ModelSpec
 from shoestring.runlog import RunLog
-from shoestring.state.checkpoint import Checkpointer
+from shoestring.state.checkpointer import Checkpointer
 from shoestring.train.step import Hook, Run
 
 

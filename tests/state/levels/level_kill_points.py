@@ -22,10 +22,11 @@ from toy_run import checkpointer, fingerprint, history, make_run, step, train
 
 import shoestring.state.levels.agent as agent_module
 from shoestring.host.arena import Arena
+from shoestring.state.checkpointer import Checkpointer
 from shoestring.state.levels import snapshot
 from shoestring.state.levels.agent import Agent, AgentConfig
-from shoestring.state.levels.checkpointer import LevelCheckpointer
 from shoestring.state.levels.host_folder import host_folder
+from shoestring.state.levels.place import HostPlace
 from shoestring.state.levels.restore import offers_here
 
 base, stride = Path(sys.argv[1]), int(sys.argv[2])
@@ -34,22 +35,22 @@ STEPS = 6
 EVENTS = ("os.rename", "os.mkdir", "os.remove", "os.rmdir")
 
 
-def without_process(self: LevelCheckpointer, mesh: Any) -> None:
+def without_process(self: HostPlace) -> None:
     """The agent's settings, without the process: drains happen here, where they can be killed."""
-    assert self._arenas is not None
+    assert self.folder is not None
     import json
     from dataclasses import asdict
 
-    config = AgentConfig(str(self.folder), self.host, [0], 1, keep={"last": 2})
-    (self._arenas / "agent.json").write_text(json.dumps(asdict(config)))
+    config = AgentConfig(str(self.checkpoints), self.members.host, [0], 1, keep={"last": 2})
+    (self.folder / "agent.json").write_text(json.dumps(asdict(config)))
 
 
-LevelCheckpointer._start_agent = without_process  # type: ignore[method-assign]
+HostPlace.start_agent = without_process  # type: ignore[method-assign]
 
 
-def drain_all(saver: LevelCheckpointer) -> None:
-    assert saver._arenas is not None
-    agent = Agent(saver._arenas)
+def drain_all(saver: Checkpointer) -> None:
+    assert saver.place.folder is not None
+    agent = Agent(saver.place.folder)
     config = agent._config()
     assert config is not None
     agent._drain_due(config, everything=True)
@@ -149,7 +150,7 @@ def look() -> None:
     done = int(progress.read_text() or "0") if progress.exists() else 0
     run, parts = make_run()
     saver = checkpointer(run_folder)
-    _, problems = offers_here(host_folder(run_folder), [saver.folder], saver.host)
+    _, problems = offers_here(host_folder(run_folder), [saver.folder], saver.members.host)
     assert not problems, problems  # whatever has its name is whole
     resumed = saver.resume(run, parts)
     assert resumed or done == 0, done

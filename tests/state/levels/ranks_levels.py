@@ -24,16 +24,18 @@ from ranks_checkpoint import Part, build, everything, fixed_grads
 
 from shoestring.errors import UserError
 from shoestring.mesh import MeshConfig, open_mesh
-from shoestring.state.levels.checkpointer import NUM_MEASURED, LevelCheckpointer
+from shoestring.state.checkpointer import Checkpointer
 from shoestring.state.levels.host_folder import arena_files, host_folder, list_copies
+from shoestring.state.levels.pace import NUM_MEASURED
 from shoestring.state.levels.peers import PIECE_BYTES, RateLimit, holders
+from shoestring.state.levels.place import HostPlace
 from shoestring.state.levels.restore import choose, offers_here
 from shoestring.state.levels.settings import CheckpointConfig, LevelsConfig
 
 SETTINGS = CheckpointConfig(checkpoint="auto", levels=LevelsConfig(peer="replica", mttf_hours=1e-9, budget=0.5))
 rank, folder = int(os.environ["RANK"]), Path(sys.argv[1])
 os.environ["SHOESTRING_MEMORY_DIR"] = str(folder / "memory")
-LevelCheckpointer._start_agent = lambda self, mesh: None  # type: ignore[method-assign]
+HostPlace.start_agent = lambda self: None  # type: ignore[method-assign]
 run_folder = folder / "run"
 
 
@@ -44,12 +46,12 @@ def make(mesh: Any, perturb: bool) -> tuple[Any, dict[str, Any], list[str]]:
     return run, {"part": Part(mesh, fresh=perturb)}, said
 
 
-def saver_on(host: str, settings: CheckpointConfig = SETTINGS) -> LevelCheckpointer:
+def saver_on(host: str, settings: CheckpointConfig = SETTINGS) -> Checkpointer:
     os.environ["SHOESTRING_HOST"] = host
-    return LevelCheckpointer(run_folder / "checkpoints", settings)
+    return Checkpointer(run_folder / "checkpoints", settings)
 
 
-def train(run: Any, parts: dict[str, Any], saver: LevelCheckpointer, steps: int, levels: tuple[str, ...]) -> None:
+def train(run: Any, parts: dict[str, Any], saver: Checkpointer, steps: int, levels: tuple[str, ...]) -> None:
     while run.step < steps:
         fixed_grads(run.model)
         run.optimizer.step()
@@ -61,7 +63,7 @@ def train(run: Any, parts: dict[str, Any], saver: LevelCheckpointer, steps: int,
         if saver.memory is not None:
             saver.memory.touch_now()
             saver.memory.wait()
-        while saver._peers is not None and saver._peers.busy():
+        while saver.measured.peers.rounds is not None and saver.measured.peers.rounds.busy():
             time.sleep(0.005)
         run.mesh.barrier()
 
@@ -84,7 +86,9 @@ saver = saver_on(host)
 assert not saver.resume(run, parts)
 train(run, parts, saver, 5, ("memory", "peer"))
 history = {run.step: everything(run.model, run.optimizer)}
-assert saver._peers is not None and saver._peers.succeeded, saver._peers.error
+assert saver.measured.peers.rounds is not None and saver.measured.peers.rounds.succeeded, (
+    saver.measured.peers.rounds.error
+)
 train(run, parts, saver, 6, ("memory",))
 assert saver.memory is not None and saver.memory.num_slots == 4  # of which one is spare
 history[6] = everything(run.model, run.optimizer)
@@ -105,8 +109,8 @@ run, parts, said = make(mesh, perturb=False)
 saver = saver_on(host)
 assert not saver.resume(run, parts)
 train(run, parts, saver, 5, ("memory", "peer"))
-peers, sends = saver._peers, threading.Event()
-assert peers is not None and saver.plan is not None and saver._replicating is not None
+peers, sends = saver.measured.peers.rounds, threading.Event()
+assert peers is not None and saver.measured.pace.plan is not None and saver.measured.peers.replicating is not None
 peers.wait()  # step 5 must not be the one that is held
 mesh.barrier()
 exchange, started = peers._round, []
@@ -123,8 +127,8 @@ def one_step(levels: tuple[str, ...] = ()) -> None:
     if levels:
         saver.save_next(levels)
     else:
-        assert saver.next_step is not None
-        saver.next_step += 1000  # no save in between
+        assert saver.measured.pace.next_step is not None
+        saver.measured.pace.next_step += 1000  # no save in between
     saver.after_step(run, parts)
     saver.wait_copied()
     assert saver.memory is not None
@@ -135,27 +139,35 @@ def one_step(levels: tuple[str, ...] = ()) -> None:
 peers._round = slow
 one_step(("memory", "peer"))  # step 6 starts to travel
 one_step(("memory", "peer"))  # step 7 is due, too
-look = saver._look_at
+look = saver.measured.peers.look_at
 assert look is not None
 # A meeting after one of the first saves that only takes note of step 7 does not put its copy off to the next save.
-with mock.patch.object(saver, "saves", NUM_MEASURED), mock.patch.object(type(saver.plan), "period", 1000):
-    saver.next_step = run.step = 8
+with (
+    mock.patch.object(saver.measured.pace, "saves", NUM_MEASURED),
+    mock.patch.object(type(saver.measured.pace.plan), "period", 1000),
+):
+    saver.measured.pace.next_step = run.step = 8
     saver.after_step(run, parts)
 assert saver.memory is not None and not saver.memory.has_pending
-assert (saver._last_of["memory"], saver._look_at) == (7, look)
-while saver._look_at == look:
+assert (saver.measured.pace.last_of["memory"], saver.measured.peers.look_at) == (7, look)
+while saver.measured.peers.look_at == look:
     one_step()
-assert saver._look_at is not None and saver._look_at > look  # one look was in vain
-assert saver._replicating[1][0] == 6 and peers.busy()
+assert saver.measured.peers.look_at is not None and saver.measured.peers.look_at > look  # one look was in vain
+assert saver.measured.peers.replicating[1][0] == 6 and peers.busy()
 sends.set()
 peers.wait()
 mesh.barrier()
-while saver._replicating[1][0] == 6:
+while saver.measured.peers.replicating[1][0] == 6:
     assert run.step < 5000
     one_step()
 peers.wait()
 mesh.barrier()
-assert started == [6, 7] and peers.succeeded and saver._look_at is None and saver._last_of["peer"] == 7
+assert (
+    started == [6, 7]
+    and peers.succeeded
+    and saver.measured.peers.look_at is None
+    and saver.measured.pace.last_of["peer"] == 7
+)
 found = {c.copy.step for c in list_copies(host_folder(run_folder))[0] if c.copy.rank != rank}
 assert found == {6, 7}, found
 saver.let_go()
@@ -248,14 +260,14 @@ while run.step < 8:
     if saver.memory is not None:
         saver.memory.wait_touched()
         saver.memory.wait()
-    if saver._peers is not None:
-        saver._peers.wait()
+    if saver.measured.peers.rounds is not None:
+        saver.measured.peers.rounds.wait()
     mesh.barrier()
 saver.let_go()
 why = "No space left on device" if rank else "tmpfs is full on another rank"
 assert [why in line for line in said if "instead" in line] == [True], said
 assert not arena_files(host_folder(run_folder))
-kept = {p.name for p in arena_files(host_folder(run_folder, saver._disk_base))}
+kept = {p.name for p in arena_files(host_folder(run_folder, saver.place.disk_base))}
 assert kept == {f"rank-0000{rank}-of-00002.arena", f"replica-0000{1 - rank}-of-00002.arena"}, kept
 expected = everything(run.model, run.optimizer)
 run, parts, said = make(mesh, perturb=True)

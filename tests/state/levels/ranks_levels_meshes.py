@@ -19,7 +19,8 @@ import torch.distributed as dist
 from ranks_checkpoint import Part, build, everything, fixed_grads
 
 from shoestring.mesh import MeshConfig, open_mesh
-from shoestring.state.levels.checkpointer import LevelCheckpointer
+from shoestring.state.checkpointer import Checkpointer
+from shoestring.state.levels.place import HostPlace
 from shoestring.state.levels.settings import CheckpointConfig, LevelsConfig
 
 SETTINGS = CheckpointConfig(checkpoint="auto", levels=LevelsConfig(mttf_hours=1e-9, budget=0.5))
@@ -27,7 +28,7 @@ PHASES = [(2, 2), (3, 1), (2, 1), (1, 1), (1, 2), (2, 2)]  # dp, tp
 rank, folder = int(os.environ["RANK"]), Path(sys.argv[1])
 os.environ["SHOESTRING_MEMORY_DIR"] = str(folder / "memory")
 (folder / "memory").mkdir(exist_ok=True)
-LevelCheckpointer._start_agent = lambda self, mesh: None  # type: ignore[method-assign]
+HostPlace.start_agent = lambda self: None  # type: ignore[method-assign]
 
 
 def life(dp: int, tp: int, number: int) -> None:
@@ -40,7 +41,7 @@ def life(dp: int, tp: int, number: int) -> None:
     )
     parts = {"part": Part(mesh, fresh=not first)}
     parts["part"].residual = torch.zeros(2)  # of one size at every coordinate
-    saver = LevelCheckpointer(folder / "run" / "checkpoints", SETTINGS)
+    saver = Checkpointer(folder / "run" / "checkpoints", SETTINGS)
     assert saver.resume(run, parts) != first, said
     if not first:
         expected = torch.load(folder / "state.pt", weights_only=True)

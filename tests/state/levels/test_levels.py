@@ -24,13 +24,14 @@ from toy_run import SETTINGS, checkpointer, fingerprint, history, make_run, step
 from shoestring.errors import UserError
 from shoestring.host.arena import Arena, lock_file
 from shoestring.runlog import RunLog, read_jsonl
-from shoestring.state.checkpoint import Checkpointer, latest_step, step_folder
+from shoestring.state.checkpoint import latest_step, step_folder
+from shoestring.state.checkpointer import Checkpointer
 from shoestring.state.levels import remote, snapshot
 from shoestring.state.levels.agent import DRAIN_LOCK, agent_pid
-from shoestring.state.levels.checkpointer import LevelCheckpointer
 from shoestring.state.levels.drain import drain, target_of
 from shoestring.state.levels.events import read_events
 from shoestring.state.levels.host_folder import arena_files, host_folder, host_name, list_copies
+from shoestring.state.levels.place import HostPlace
 from shoestring.state.levels.policy import Mean
 from shoestring.state.levels.snapshot import MemoryLevel
 
@@ -46,10 +47,10 @@ def in_own_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
 
 @pytest.fixture
 def no_agent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LevelCheckpointer, "_start_agent", lambda self, mesh: None)
+    monkeypatch.setattr(HostPlace, "start_agent", lambda self: None)
 
 
-def begin(folder: Path, steps: int, **options: Any) -> LevelCheckpointer:
+def begin(folder: Path, steps: int, **options: Any) -> Checkpointer:
     run, parts = make_run()
     saver = checkpointer(folder, **options)
     if not saver.resume(run, parts):
@@ -109,7 +110,7 @@ def test_disk_answers_for_damaged_memory_of_the_same_version(tmp_path: Path) -> 
     run, parts = make_run()
     again = checkpointer(tmp_path / "run")
     again.resume(run, parts)
-    again.life = saver.life
+    again.members.life = saver.members.life
     again.save(run, parts)
     again.let_go()
     arena = Arena.open(arena_files(host_folder(tmp_path / "run"))[0])
@@ -193,7 +194,7 @@ def test_a_damaged_newest_checkpoint_does_not_cost_the_sound_ones(tmp_path: Path
     run, parts = make_run()
     saver = checkpointer(tmp_path / "run", replace(SETTINGS, keep_last=1))
     assert saver.resume(run, parts) and run.step == 5
-    saver.saved_step = None
+    saver.disk.saved_step = None
     saver.save(run, parts)  # and deletes all but the newest
     saver.let_go()
     assert resumed(tmp_path / "run")[1] == EXPECTED[5]
@@ -341,10 +342,10 @@ def test_the_time_of_a_save_to_disk_is_the_same_on_every_rank(tmp_path: Path, mo
     saver = checkpointer(tmp_path / "run")
     saver.resume(run, parts)
     train(run, parts, saver, 4)
-    monkeypatch.setattr(saver, "_agree_numbers", lambda flags, numbers: [*map(float, flags), *(42.0 for _ in numbers)])
+    monkeypatch.setattr(saver.members, "agree", lambda flags, numbers: [*map(float, flags), *(42.0 for _ in numbers)])
     saver.save(run, parts)
     saver.let_go()
-    assert saver._costs["disk"][1].value == 42.0
+    assert saver.measured.pace.costs["disk"][1].value == 42.0
 
 
 @pytest.mark.usefixtures("no_agent")
@@ -399,7 +400,7 @@ def test_what_peers_left_is_no_room_and_goes_with_the_first_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
-    monkeypatch.setattr("shoestring.state.levels.checkpointer.room_for", lambda base, needed: asked.append(needed))
+    monkeypatch.setattr("shoestring.state.levels.place.room_for", lambda base, needed: asked.append(needed))
     folder = host_folder(tmp_path / "run")
     for steps, leftovers in ((4, []), (8, []), (12, ["replica-00000-of-00001.arena", "parity-00000-of-00001.arena"])):
         run, parts = make_run()
@@ -421,7 +422,7 @@ def test_a_clock_that_jumps_back_a_second_trainer_and_links(tmp_path: Path, monk
     monkeypatch.setattr(time, "time", lambda: 1e6)
     saver = begin(tmp_path / "run", 12)
     events = read_events(tmp_path / "run" / "checkpoints")
-    assert events[0].life > events[1].life and saver._rates["memory"].observed_s >= 0
+    assert events[0].life > events[1].life and saver.measured.pace.rates["memory"].observed_s >= 0
     with monkeypatch.context() as patch:  # of the ten seconds that the agent may hold the file
         patch.setattr(snapshot, "time", SimpleNamespace(monotonic=itertools.count(step=20).__next__, sleep=time.sleep))
         with pytest.raises(UserError, match="is held by another trainer of this run: stop it first"):
@@ -445,7 +446,7 @@ def test_too_little_time_for_a_save_is_said_once_at_the_start(tmp_path: Path, mo
     saver.resume(run, parts)
     torch.manual_seed(5)
     train(run, parts, saver, 3)
-    saver._costs["disk"][1] = Mean(0.4, 1)  # as if the agent had told it
+    saver.measured.pace.costs["disk"][1] = Mean(0.4, 1)  # as if the agent had told it
     train(run, parts, saver, 6)
     assert [line for line in said if "preempt_s=0.5 is short: a save to disk takes about 400 ms" in line] == said[-1:]
     # SIGTERM: the state is in memory, the agent has it to write, and nothing is on disk yet.
@@ -454,7 +455,7 @@ def test_too_little_time_for_a_save_is_said_once_at_the_start(tmp_path: Path, mo
     # A copy that could not be committed is not left to the agent: the state goes to disk.
     commit = Arena.commit
     train(run, parts, saver, 7)
-    saver._costs["disk"][1] = Mean(0.4, 1)
+    saver.measured.pace.costs["disk"][1] = Mean(0.4, 1)
     with monkeypatch.context() as patch:
         patch.setattr(Arena, "commit", lambda *args: commit(*args[:-1], {"long": "x" * (1 << 24)}))
         saver.save(run, parts)
@@ -467,8 +468,8 @@ def test_the_agent_writes_due_versions_and_ends_with_the_run(tmp_path: Path) -> 
     saver = begin(tmp_path / "run", 8, settings=SETTINGS, last=8)
     folder = host_folder(tmp_path / "run")
     assert latest_step(tmp_path / "run" / "checkpoints") == 8
-    assert saver._agent is not None
-    saver._agent.wait()
+    assert saver.place.agent is not None
+    saver.place.agent.wait()
     assert not folder.exists() and agent_pid(folder) is None
     run, bits, said = resumed(tmp_path / "run")
     assert run.step == 8 and bits == EXPECTED[8] and "resumed from disk" in said[-1]
@@ -490,7 +491,7 @@ def test_no_step_is_more_than_one_interval_ahead_of_what_is_in_memory(
     commit, count = MemoryLevel._commit, itertools.count()
 
     def slow(self: MemoryLevel, *args: Any) -> float:
-        time.sleep(max(0.03, 4 * saver._step_s.value) if next(count) % 3 == 0 else 0.0)
+        time.sleep(max(0.03, 4 * saver.measured.pace.step_s.value) if next(count) % 3 == 0 else 0.0)
         return commit(self, *args)
 
     monkeypatch.setattr(MemoryLevel, "_commit", slow)
@@ -508,14 +509,14 @@ def test_no_step_is_more_than_one_interval_ahead_of_what_is_in_memory(
             newest = max(v.step for v in arena.versions())
             lost.append((run.step - newest, max(intervals[-2:])))
         saver.after_step(run, parts)
-        if saver.plan is not None and len(saver.stalls) >= len(intervals):
-            intervals.append(saver.plan.steps)
+        if saver.measured.pace.plan is not None and len(saver.measured.stalls) >= len(intervals):
+            intervals.append(saver.measured.pace.plan.steps)
             if len(intervals) == 4 and arena is not None:
                 assert reader.enter_context(arena.reading(arena.versions()[0].slot))
-                skipped = saver.skipped
+                skipped = saver.measured.pace.skipped
     reader.close()
     saver.let_go()
-    assert len(lost) > 50 and max(n for n, _ in lost) > 1 and saver.skipped == skipped
+    assert len(lost) > 50 and max(n for n, _ in lost) > 1 and saver.measured.pace.skipped == skipped
     assert all(n <= interval for n, interval in lost), lost
 
 

@@ -22,11 +22,11 @@ from shoestring.cli.ckpt_tables import stop_agent
 from shoestring.errors import UserError
 from shoestring.host.arena import Arena
 from shoestring.runlog import RunLog
-from shoestring.state.checkpoint import Checkpointer, latest_step
+from shoestring.state.checkpoint import latest_step
+from shoestring.state.checkpointer import Checkpointer
 from shoestring.state.levels import agent as agent_module
 from shoestring.state.levels import drain as drain_module
 from shoestring.state.levels.agent import Agent, AgentConfig, no_drain
-from shoestring.state.levels.checkpointer import LevelCheckpointer
 from shoestring.state.levels.drain import drain, newest_complete_share, share_copy
 from shoestring.state.levels.host_folder import (
     AGENT_CONFIG,
@@ -38,6 +38,7 @@ from shoestring.state.levels.host_folder import (
     make_host_folder,
     trainers_alive,
 )
+from shoestring.state.levels.place import HostPlace
 from shoestring.state.levels.remote import remote_steps
 from shoestring.state.levels.version import sum_of_names
 
@@ -47,11 +48,11 @@ def in_own_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[l
     (tmp_path / "memory").mkdir()
     monkeypatch.setenv("SHOESTRING_MEMORY_DIR", str(tmp_path / "memory"))
     started: list[int] = []
-    monkeypatch.setattr(LevelCheckpointer, "_start_agent", lambda self, mesh: started.append(mesh.rank))
+    monkeypatch.setattr(HostPlace, "start_agent", lambda self: started.append(self.members.rank))
     yield started
 
 
-def trained(folder: Path, steps: int) -> LevelCheckpointer:
+def trained(folder: Path, steps: int) -> Checkpointer:
     run, parts = make_run()
     saver = checkpointer(folder)
     saver.resume(run, parts)
@@ -276,7 +277,7 @@ def test_an_agent_sweeps_what_it_left_and_not_what_other_hosts_write(tmp_path: P
 def test_an_agent_of_an_earlier_life_that_is_killed_is_replaced(
     tmp_path: Path, in_own_memory: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shoestring.state.levels.checkpointer.agent_pid", lambda folder: pid)
+    monkeypatch.setattr("shoestring.state.levels.place.agent_pid", lambda folder: pid)
     pid: int | None = 1234
     run, parts = make_run()
     saver = checkpointer(tmp_path / "run")

@@ -15,8 +15,8 @@ import torch
 from shoestring.config import apply_overrides, from_json, to_json
 from shoestring.errors import UserError
 from shoestring.state.levels.cache import CheckpointCache
-from shoestring.state.levels.checkpointer import LevelCheckpointer
 from shoestring.state.levels.host_folder import host_folder
+from shoestring.state.levels.place import HostPlace
 from shoestring.state.levels.settings import CheckpointConfig, LevelsConfig, check_checkpoints
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "checkpoint_levels.md"
@@ -28,7 +28,7 @@ def in_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "memory").mkdir()
     monkeypatch.setenv("SHOESTRING_MEMORY_DIR", str(tmp_path / "memory"))
-    monkeypatch.setattr(LevelCheckpointer, "_start_agent", lambda self, mesh: None)
+    monkeypatch.setattr(HostPlace, "start_agent", lambda self: None)
 
 
 def test_the_program_of_the_page_runs_twice(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,8 +18,8 @@ from shoestring.runlog import RunLog
 from shoestring.state.checkpoint_files import MANIFEST, sweep
 from shoestring.state.levels import remote
 from shoestring.state.levels.agent import Agent, read_status
-from shoestring.state.levels.checkpointer import LevelCheckpointer
 from shoestring.state.levels.events import Event, append_event, level_of, rates_from_events, read_events
+from shoestring.state.levels.place import HostPlace
 from shoestring.state.levels.retention import Keep
 from shoestring.state.levels.settings import CheckpointConfig, LevelsConfig
 from shoestring.state.levels.version import sum_of_names
@@ -37,7 +37,7 @@ def test_an_operation_that_hangs_is_given_up_in_time() -> None:
 
 def test_a_run_comes_back_from_remote_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOESTRING_MEMORY_DIR", str(tmp_path))
-    monkeypatch.setattr(LevelCheckpointer, "_start_agent", lambda self, mesh: None)
+    monkeypatch.setattr(HostPlace, "start_agent", lambda self: None)
     url = f"file://{tmp_path}/far"
     run, parts = make_run()
     saver = checkpointer(tmp_path / "run")
@@ -101,7 +101,7 @@ def test_a_run_comes_back_from_remote_storage(tmp_path: Path, monkeypatch: pytes
 
 def test_changed_credentials_and_an_agent_of_another_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOESTRING_MEMORY_DIR", str(tmp_path))
-    monkeypatch.setattr(LevelCheckpointer, "_start_agent", lambda self, mesh: None)
+    monkeypatch.setattr(HostPlace, "start_agent", lambda self: None)
     said: list[str] = []
     log = RunLog(None, quiet=True)
     log.say = said.append  # type: ignore[method-assign]

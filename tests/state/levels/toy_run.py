@@ -12,8 +12,8 @@ from torch import nn
 
 from shoestring.mesh import Mesh
 from shoestring.runlog import RunLog
-from shoestring.state.levels import checkpointer as levels
-from shoestring.state.levels.checkpointer import LevelCheckpointer
+from shoestring.state.checkpointer import Checkpointer
+from shoestring.state.levels import pace
 from shoestring.state.levels.settings import CheckpointConfig, LevelsConfig
 
 SETTINGS = CheckpointConfig(checkpoint="auto", keep_last=3, levels=LevelsConfig(mttf_hours=1e-9, budget=0.5))
@@ -74,17 +74,17 @@ def history(steps: int, width: int = 33) -> list[list[bytes]]:
     return found
 
 
-def checkpointer(folder: Path, settings: CheckpointConfig = SETTINGS, **options: Any) -> LevelCheckpointer:
-    return LevelCheckpointer(folder / "checkpoints", settings, **options)
+def checkpointer(folder: Path, settings: CheckpointConfig = SETTINGS, **options: Any) -> Checkpointer:
+    return Checkpointer(folder / "checkpoints", settings, **options)
 
 
-def train(run: Any, parts: dict[str, Any], saver: LevelCheckpointer, steps: int, every: int = 1) -> None:
+def train(run: Any, parts: dict[str, Any], saver: Checkpointer, steps: int, every: int = 1) -> None:
     """To `steps`, with a save to memory every so many steps, each committed before the next."""
     while run.step < steps:
         step(run, parts)
         if run.step % every == 0 and saver.memory is not None:
-            saver.next_step = run.step
-        with patch.object(levels, "NUM_MEASURED", 0):  # every meeting saves, and does not only look at costs
+            saver.measured.pace.next_step = run.step
+        with patch.object(pace, "NUM_MEASURED", 0):  # every meeting saves, and does not only look at costs
             saver.after_step(run, parts)
         if saver.memory is not None:
             saver.memory.touch_now()

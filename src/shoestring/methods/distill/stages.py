@@ -58,7 +58,9 @@ from shoestring.shrink.quantize import plan
 from shoestring.shrink.self_text import check_room, generate_text, read_prompts
 from shoestring.shrink.shrink_run import ShrinkRun, check_start, keep_source, read_rules, report_before_after
 from shoestring.shrink.whole_model import EMBED, EMBED_HELP, check_embedding, give_embedding
-from shoestring.state.checkpoint import Checkpointer, ResumeFrom, check_steps, on_main
+from shoestring.state.agreement import on_main
+from shoestring.state.checkpoint import check_steps
+from shoestring.state.checkpointer import Checkpointer, ResumeFrom
 from shoestring.state.run_lock import hold_run
 from shoestring.train.cuda_graph import GraphedForwardBackward
 from shoestring.train.data import TokenData, check_pass, rows_per_pass

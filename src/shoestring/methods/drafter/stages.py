@@ -49,7 +49,7 @@ from shoestring.serve.speculative.drafter_stack import open_drafter
 from shoestring.serve.speculative.ngram_drafter import NgramDrafter
 from shoestring.shrink.self_text import generate_text
 from shoestring.shrink.shrink_run import check_start
-from shoestring.state.checkpoint import ResumeFrom
+from shoestring.state.checkpointer import ResumeFrom
 from shoestring.train.data import TokenData, check_pass, rows_per_pass
 from shoestring.train.shards import Corpus, tokenize_corpus
 from shoestring.train.teacher_cache import ScalarCache, TeacherCache

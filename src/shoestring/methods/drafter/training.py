@@ -30,7 +30,7 @@ from shoestring.runlog import RunLog
 from shoestring.serve import Engine, Sampling
 from shoestring.serve.speculative.verify import Check, verify
 from shoestring.shrink.self_text import read_prompts
-from shoestring.state.checkpoint import Checkpointer, ResumeFrom
+from shoestring.state.checkpointer import Checkpointer, ResumeFrom
 from shoestring.state.reshard.version import WeightsVersion
 from shoestring.train.data import TokenData
 from shoestring.train.optim import adamw, warmup_cosine

@@ -53,7 +53,8 @@ from shoestring.shrink.quality_gate import FORCE_HELP, MAX_HELP, MAX_PERPLEXITY,
 from shoestring.shrink.self_text import PAPER, check_room, generate_text, read_prompts
 from shoestring.shrink.shrink_run import ShrinkRun, calibration_windows, check_model_given, load_where_it_fits
 from shoestring.shrink.whole_model import EMBED_HELP, give_embedding
-from shoestring.state.checkpoint import Checkpointer, ResumeFrom, check_steps
+from shoestring.state.checkpoint import check_steps
+from shoestring.state.checkpointer import Checkpointer, ResumeFrom
 from shoestring.state.run_lock import check_not_held
 from shoestring.train.data import TokenData, check_pass, rows_per_pass
 from shoestring.train.pretraining import few_documents, validation_data, validation_loss

@@ -31,8 +31,9 @@ from shoestring.model import Decoder, load_model, save_model
 from shoestring.model.parallel import ParallelConfig
 from shoestring.report import Section
 from shoestring.runlog import AS_SAVED, RunLog, check_free, check_resume_from, open_run_folder, read_config
-from shoestring.state.checkpoint import Checkpointer, ResumeFrom, check_steps, on_main
-from shoestring.state.levels.checkpointer import LevelCheckpointer
+from shoestring.state.agreement import on_main
+from shoestring.state.checkpoint import check_steps
+from shoestring.state.checkpointer import Checkpointer, ResumeFrom
 from shoestring.state.levels.retention import Keep
 from shoestring.state.levels.settings import CheckpointConfig, check_checkpoints
 from shoestring.state.run_lock import check_not_held, hold_run
@@ -112,10 +113,10 @@ def main(cfg: Config) -> Path:
     return pretrain(cfg, "train/dense")
 
 
-def open_checkpointer(cfg: Config, folder: Path) -> Checkpointer | LevelCheckpointer:
+def open_checkpointer(cfg: Config, folder: Path) -> Checkpointer:
     options: dict[str, Any] = {"seed": cfg.seed, "resume_from": cfg.resume_from}
     if cfg.checkpoint == "auto":
-        return LevelCheckpointer(folder / "checkpoints", cfg, last=cfg.steps, **options)
+        return Checkpointer(folder / "checkpoints", cfg, last=cfg.steps, **options)
     keep = Keep(cfg.keep_last, cfg.keep_every, cfg.keep_best)
     last = cfg.steps if cfg.save_every else None
     return Checkpointer(folder / "checkpoints", every=cfg.save_every, keep=keep, last=last, **options)

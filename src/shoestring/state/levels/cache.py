@@ -24,7 +24,7 @@ from torch import nn
 
 from shoestring.mesh import Mesh
 from shoestring.runlog import RunLog
-from shoestring.state.levels.checkpointer import LevelCheckpointer
+from shoestring.state.checkpointer import Checkpointer
 from shoestring.state.levels.settings import CheckpointConfig, check_checkpoints
 from shoestring.state.run_lock import hold_run
 
@@ -49,7 +49,7 @@ class CheckpointCache:
         self.folder = Path(folder)
         self._stack = contextlib.ExitStack()
         self._stack.enter_context(hold_run(self.folder, mesh))
-        self._saver = LevelCheckpointer(self.folder / "checkpoints", settings, last=last)
+        self._saver = Checkpointer(self.folder / "checkpoints", settings, last=last)
         self._parts = dict(parts or {})
         log = RunLog(None, main=mesh.is_main, quiet=quiet)
         self._run: Any = SimpleNamespace(step=0, model=model, optimizer=optimizer, mesh=mesh, log=log)

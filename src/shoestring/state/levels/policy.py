@@ -17,7 +17,7 @@ the start, as far as the other bounds allow. That is some 24 saves for each fact
 interval is the shorter one.
 
 Rates start from a prior and follow the events: lambda_l = (1 + events) / (prior mean time to failure + time observed),
-the mean of a Gamma posterior. All times are seconds. Left out: doing any of it (checkpointer.py).
+the mean of a Gamma posterior. All times are seconds. Left out: doing any of it (pace.py, measured.py).
 """
 
 from __future__ import annotations

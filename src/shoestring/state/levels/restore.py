@@ -30,8 +30,9 @@ from shoestring.errors import UserError
 from shoestring.host.checksums import RunningSum
 from shoestring.host.page_locked import StagingBuffers
 from shoestring.mesh import Mesh
+from shoestring.state.agreement import agree, everyone
 from shoestring.state.boxes import Box, local_box
-from shoestring.state.checkpoint import agree, shares_in, step_folders
+from shoestring.state.checkpoint import shares_in, step_folders
 from shoestring.state.checkpoint_files import HOST_MANIFEST
 from shoestring.state.files import DTYPE_NAMES, DTYPES
 from shoestring.state.levels.drain import NAMES_SUM
@@ -87,13 +88,23 @@ def offers_here(arenas: Path, checkpoints: Sequence[Path], host: str) -> tuple[l
     copies, problems = list_copies(arenas)
     offers = [Offer("memory", host, str(c.path), c.copy, c.slot, c.sequence) for c in copies]
     for folder in checkpoints:
-        for path in [*step_folders(folder), *(p for host in shares_in(folder) for p in step_folders(host))]:
-            try:
-                offers.append(Offer("disk", host, str(path), folder_copy(path)))
-            except UserError as error:
-                problems.append(str(error))
-            except FileNotFoundError:  # the agent has just deleted it, because there are newer ones
-                continue
+        more, unusable = disk_offers(folder, host)
+        offers += more
+        problems += unusable
+    return offers, problems
+
+
+def disk_offers(folder: Path, host: str) -> tuple[list[Offer], list[str]]:
+    """The same of the checkpoints in a folder, and of shares of them."""
+    offers: list[Offer] = []
+    problems: list[str] = []
+    for path in [*step_folders(folder), *(p for share in shares_in(folder) for p in step_folders(share))]:
+        try:
+            offers.append(Offer("disk", host, str(path), folder_copy(path)))
+        except UserError as error:
+            problems.append(str(error))
+        except FileNotFoundError:  # the agent has just deleted it, because there are newer ones
+            continue
     return offers, problems
 
 
@@ -120,12 +131,8 @@ def gather_offers(mesh: Mesh, host: str, look: Callable[[], tuple[list[Offer], l
     """The offers of all hosts, on every rank; the first rank of each host looks."""
     if mesh.world_size == 1:
         return look()[0]
-    hosts: list[Any] = [None] * mesh.world_size
-    dist.all_gather_object(hosts, host)
-    found = agree(mesh, lambda: look()[0] if hosts.index(host) == mesh.rank else [])
-    everyone: list[Any] = [None] * mesh.world_size
-    dist.all_gather_object(everyone, found)
-    return [offer for offers in everyone for offer in offers]
+    hosts = everyone(mesh, [host])
+    return everyone(mesh, agree(mesh, lambda: look()[0] if hosts.index(host) == mesh.rank else []))
 
 
 @dataclass(frozen=True)
@@ -258,15 +265,6 @@ def source_name(offer: Offer, host: str) -> str:
     if offer.source == "memory" and (offer.is_peer or offer.host != host):
         return "peer memory"
     return offer.source
-
-
-def everyone(mesh: Mesh, some: list[Any]) -> list[Any]:
-    """The items of all ranks, on every rank."""
-    if mesh.world_size == 1:
-        return some
-    found: list[Any] = [None] * mesh.world_size
-    dist.all_gather_object(found, some)
-    return [item for items in found for item in items]
 
 
 def read_offer(offer: Offer, pieces: Sequence[FillPiece]) -> str | None:

@@ -6,8 +6,8 @@ the compute stream waits for the copies before the optimizer's next step (`wait_
 before that (buffers, residuals) is copied first, and the compute stream waits for this part at once. A background
 thread then sums the chunks, writes the index and commits.
 
-On a CPU the copy is a plain one and `save` returns after it. Left out: which rank saves what, and when
-(checkpointer.py).
+On a CPU the copy is a plain one and `save` returns after it. Left out: which rank saves what
+(division.py), and when (measured.py).
 """
 
 from __future__ import annotations

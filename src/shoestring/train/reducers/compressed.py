@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from shoestring.errors import UserError
 from shoestring.formats.linear import local
 from shoestring.mesh import Mesh
-from shoestring.state.checkpoint import Relaid
 from shoestring.state.optimizer import parameter_names
+from shoestring.state.run_state import Relaid
 from shoestring.train.gradients import clip_gradients
 from shoestring.train.reducers.buckets import CLIP_RATIO, Buckets, RunningClip
 from shoestring.train.reducers.compressor import Compressor

@@ -44,7 +44,7 @@ from shoestring.runlog import AS_SAVED, RunLog, open_run_folder, resumable
 from shoestring.shrink.quality_gate import judge, refuse, set_aside, verify_model
 from shoestring.shrink.shrink_run import ShrinkRun, keep_source, run_once
 from shoestring.shrink.whole_model import check_embedding
-from shoestring.state.checkpoint import on_main
+from shoestring.state.agreement import on_main
 from shoestring.state.run_lock import hold_run
 
 
