@@ -1,11 +1,9 @@
 """Moving weights between meshes: plans against their bound, copies against the machine's rates, the stall of an update.
 
-    python -m benchmarks.reshard              on a GPU everything, under 3 minutes on an H200 (90 GB of its memory)
-    python -m benchmarks.reshard --plans      the plans only, on any CPU; --gpu: all but the plans
+    python -m benchmarks.reshard              on a GPU, under 3 minutes on an H200 (90 GB of its memory)
     python -m benchmarks.reshard --small      a small model, to try the script
 
-Plans (CPU): simulated makespan over the bound of the links, beside the first holder in natural order and a message to
-each receiver; and the time to plan.
+Plans beside the bound of the links and simpler ways: experiments/reshard_strategies.py.
 
 GPU, shape of Llama-3-8B in bf16, random weights:
     repartition     four FSDP shards become two tensor-parallel ones inside one GPU, all copies of the plan as one
@@ -35,7 +33,7 @@ from torch import Tensor
 
 from benchmarks.decode import LLAMA_8B, build, copy_bandwidth, prompts, timed
 from benchmarks.results import markdown, newest, provenance, record
-from shoestring.errors import as_command
+from shoestring.errors import UserError, as_command
 from shoestring.formats import parse_format
 from shoestring.formats.convert import format_host, format_linears
 from shoestring.kernels.comm.copy_table import CopyTable
@@ -86,35 +84,6 @@ def moved_tensors(
         name: MovedTensor(shape, itemsize, layout_on(name, shape, src), layout_on(name, shape, dst, first))
         for name, shape in shapes_of(spec).items()
     }
-
-
-# -- plans ----------------------------------------------------------------------------------------------------
-
-
-def measure_plans(spec: ModelSpec) -> None:
-    for case, (_, src, dst, topology) in PLANS.items():
-        moved = moved_tensors(spec, src, dst)
-        seconds = []
-        for _ in range(3):
-            began = time.process_time()
-            plan = make_plan(moved, topology)
-            seconds.append(time.process_time() - began)
-        naive = make_plan(moved, topology, strategy="naive")
-        in_order = make_plan(moved, topology, strategy="natural")
-        config = {"model": "8b" if spec is LLAMA_8B else "small", "src": str(src), "dst": str(dst), "nic": topology.nic}
-        record(
-            bench=BENCH, case=case, metric="makespan_s", unit="s", samples=[plan.makespan], baseline="bound",
-            baseline_value=plan.bound, ratio=plan.bound / plan.makespan,
-            quality={"naive_s": round(naive.makespan, 5), "natural_s": round(in_order.makespan, 5),
-                     "slow_gb": round(plan.slow_bytes / 1e9, 3), "naive_slow_gb": round(naive.slow_bytes / 1e9, 3)},
-            config=config,
-        )  # fmt: skip
-        record(bench=BENCH, case=case, metric="plan_s", unit="s", samples=seconds, config=config)
-        print(
-            f"{case}: {plan.makespan:.4f} s, bound {plan.bound:.4f} s, natural {in_order.makespan:.4f} s, "
-            f"a message to each {naive.makespan:.4f} s; planned in {statistics.median(seconds) * 1e3:.0f} ms",
-            flush=True,
-        )
 
 
 # -- copies on one GPU ----------------------------------------------------------------------------------------
@@ -496,18 +465,14 @@ def gpu_table() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--plans", action="store_true", help="the plans only, on a CPU")
-    parser.add_argument("--gpu", action="store_true", help="without the plans")
     parser.add_argument("--small", action="store_true", help="a small model, to try the script")
     parser.add_argument("--only", nargs="+", metavar="WORD", help="GPU parts with one of these words in their name")
     parser.add_argument("--most-seconds", type=float, default=600, help="begin no part after so long")
     args = parser.parse_args()
     began = time.monotonic()
     spec = SMALL if args.small else LLAMA_8B
-    if not args.gpu:
-        measure_plans(LLAMA_8B)
-    if args.plans or (DEVICE == "cpu" and not args.small):
-        return
+    if DEVICE == "cpu" and not args.small:
+        raise UserError("there is no GPU here: give --small to try the script")
     bucket = 1 << 20 if args.small else 64 << 20
     packed = "int4:g64" if args.small else "int4:g128"
     parts: dict[str, Callable[[], None]] = {

@@ -14,7 +14,6 @@ from shoestring.errors import UserError
 from shoestring.model.mesh_layouts import layout_on
 from shoestring.state.checkpoint import save_checkpoint
 from shoestring.state.reshard.layouts import REPLICATE, MeshLayout, shard
-from shoestring.state.reshard.plan import ReshardPlan
 
 
 def explain(*args: str) -> str:
@@ -30,11 +29,12 @@ def test_two_meshes_as_tables_page_and_file(tmp_path: Path) -> None:
         "2x4:S(0),R", "3x4:S(0),R", "--tensor", "3072x1024x170", "--topology", str(topology),
         "--html", str(tmp_path), "--save", str(tmp_path / "plan.json"),
     )  # fmt: skip
-    assert "535 ms" in text and "1.00x" in text and "4.28 s" in text  # planned; a message to each receiver
+    assert "535 ms" in text and "1.00x" in text
     page = (tmp_path / "report.html").read_text()
     assert page.count("<rect") == 8 and "host0 out" in page and "dashed: the bound" in page
-    plan = ReshardPlan.from_json(json.loads((tmp_path / "plan.json").read_text()))
-    assert plan.makespan == pytest.approx(plan.bound) and plan.topology.ranks_per_host == 4
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    last = max(stop for *_, stop in plan["transfers"])
+    assert last == pytest.approx(plan["bound"]) and plan["topology"]["ranks_per_host"] == 4
 
 
 def test_a_checkpoint_and_a_mesh(tmp_path: Path) -> None:

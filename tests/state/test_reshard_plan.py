@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import os
 import subprocess
@@ -16,12 +15,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plan_check import check_complete
 
+from experiments.reshard_strategies import exact, naive_plan, natural, natural_plan
 from shoestring.errors import UserError
 from shoestring.state.boxes import Box
 from shoestring.state.reshard.layouts import REPLICATE, BoxLayout, Layout, MeshLayout, Placement, shard
-from shoestring.state.reshard.plan import PlanCache, ReshardPlan, check_complete, make_plan
-from shoestring.state.reshard.schedule import Job, bound, exact, greedy, natural, simulate
+from shoestring.state.reshard.plan import PlanCache, ReshardPlan, make_plan
+from shoestring.state.reshard.schedule import Job, bound, greedy, simulate
 from shoestring.state.reshard.tasks import MovedTensor, classes_of, unit_tasks
 from shoestring.state.reshard.topology import GBIT, Topology, read_topology
 
@@ -74,16 +75,16 @@ def test_golden_cases(case: int) -> None:
     jobs = jobs_of(plan, info)
     assert len(jobs) == num_tasks
     assert natural(jobs).makespan == pytest.approx(in_order)
-    assert make_plan({"t": info}, topology, strategy="natural").makespan == pytest.approx(in_order)
+    assert natural_plan({"t": info}, topology).makespan == pytest.approx(in_order)
     assert greedy(jobs).makespan <= 1.35 * bound(jobs)
     if len(jobs) <= 8:
         assert brute_force(jobs) == pytest.approx(optimum)
-        found = exact(jobs)
-        assert found.exact and found.makespan == pytest.approx(optimum)
+        found, proven = exact(jobs)
+        assert proven and found.makespan == pytest.approx(optimum)
     assert plan.makespan == pytest.approx(optimum) and plan.optimal
     assert plan.bound <= optimum * (1 + 1e-9)
     assert plan.slow_bytes / total == pytest.approx(chained)
-    naive = make_plan({"t": info}, topology, strategy="naive")
+    naive = naive_plan({"t": info}, topology)
     assert naive.slow_bytes / total == pytest.approx(separate)
     assert naive.makespan >= plan.makespan
     check_complete(naive)
@@ -158,8 +159,6 @@ def test_random_layouts_arrive_exactly_once_over_the_fewest_bytes(
     assert plan.slow_bytes == least
     assert plan.makespan >= plan.bound * (1 - 1e-9)
     check_complete(plan)
-    assert ReshardPlan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
-    assert plan.simulate(topology).makespan <= plan.makespan * (1 + 1e-9)
     for rank in plan.ranks:  # the numbers of a rank's transfers grow: no two ranks wait for each other
         numbers = [op.transfer for op in plan.operations(rank) if op.kind != "copy"]
         assert numbers == sorted(numbers)
@@ -306,25 +305,3 @@ def test_topology_files_round_trip_and_uneven_rates_count(tmp_path: Path) -> Non
     src, dst = MeshLayout((2,), (REPLICATE,), (0, 1)), MeshLayout((1,), (REPLICATE,), (2,))
     plan = make_plan({"t": MovedTensor((10**9,), 1, src, dst)}, topology)
     assert plan.makespan == pytest.approx(1.0) and {t.sender for t in plan.transfers} == {0}
-
-
-@pytest.mark.parametrize(
-    ("where", "value", "line"),
-    [
-        (("version",), 9, "version 9"),
-        (("transfers", 0, 1, 0, 0), 77, "sends 't' and holds none"),
-        (("transfers", 0, 3), 5, "5 bytes"),
-        (("transfers", 0, 2, 0, 2, 0), 99, "lies outside"),
-        (("transfers",), [], "exactly once"),
-        (("classes", 0, 2), 9, "no layout 9"),
-    ],
-)
-def test_bad_plan_files(where: tuple[Any, ...], value: Any, line: str) -> None:
-    info = MovedTensor((8, 4), 2, on_mesh((2,), (0,), 0), on_mesh((2,), (1,), 2))
-    data = json.loads(json.dumps(make_plan({"t": info}).to_json()))
-    at = data
-    for key in where[:-1]:
-        at = at[key]
-    at[where[-1]] = value
-    with pytest.raises(UserError, match=line):
-        ReshardPlan.from_json(data)

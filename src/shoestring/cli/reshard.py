@@ -60,16 +60,12 @@ def explain(
         for name, (shape, size) in shapes.items()
     }
     plan = make_plan(moved, links)
-    rivals = [
-        ("chains in natural order", make_plan(moved, links, strategy="natural")),
-        ("a message to each receiver", make_plan(moved, links, strategy="naive")),
-    ]
-    for table in (summary(plan, rivals), links_table(plan), transfers_table(plan)):
+    for table in (summary(plan), links_table(plan), transfers_table(plan)):
         table.print()
     try:
         if html is not None:
             html.mkdir(parents=True, exist_ok=True)
-            print(f"wrote {write_report(html, f'From {src} to {dst}', sections_of(plan, rivals))}")
+            print(f"wrote {write_report(html, f'From {src} to {dst}', sections_of(plan))}")
         if save is not None:
             write_atomically(save, json.dumps(plan.to_json()) + "\n")
             print(f"wrote {save}")

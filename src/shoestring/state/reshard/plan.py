@@ -27,18 +27,8 @@ from shoestring.errors import UserError, shown
 from shoestring.json_files import Fields
 from shoestring.state.boxes import Box
 from shoestring.state.reshard.layouts import BoxLayout, Layout, MeshLayout, Placement
-from shoestring.state.reshard.schedule import Job, JobSchedule, best_schedule, greedy, natural
-from shoestring.state.reshard.schedule import simulate as simulate_jobs
-from shoestring.state.reshard.tasks import (
-    Bundle,
-    MovedTensor,
-    Piece,
-    TensorClass,
-    bundles_of,
-    bytes_of,
-    classes_of,
-    cut_bundle,
-)
+from shoestring.state.reshard.schedule import Job, JobSchedule, greedy
+from shoestring.state.reshard.tasks import Bundle, MovedTensor, Piece, TensorClass, bundles_of, classes_of, cut_bundle
 from shoestring.state.reshard.topology import Topology
 
 VERSION = 1
@@ -47,9 +37,6 @@ STRIPE_BYTES = 1 << 16  # smaller stripes are not worth a message
 SPLIT_JOBS = 512  # at most, after bundles were split to balance the senders
 SPLIT_GAIN = 0.98  # a split must shorten the makespan at least to this share
 
-# natural: as `best`, but the first holder sends, in the order of the tasks. naive: every receiver also gets its own
-# message. Both are there to be compared with.
-Strategy = Literal["best", "natural", "naive"]
 Kind = Literal["send", "chain", "gather", "local"]
 
 
@@ -137,14 +124,6 @@ class ReshardPlan:
             for name in self.classes[index].names:
                 yield name, box
 
-    def simulate(self, topology: Topology) -> ReshardPlan:
-        """The same transfers in the same order with the times that another topology gives them."""
-        jobs = [_job_of(t, topology) for t in self.transfers]
-        times = simulate_jobs([job for job, _ in jobs], range(len(jobs)), [0] * len(jobs))
-        moved = [replace(t, start=times.start[i], stop=times.stop[i]) for i, t in enumerate(self.transfers)]
-        limit = wire_bound(bundles_of(self.classes), topology)
-        return replace(self, transfers=tuple(moved), topology=topology, bound=limit, optimal=False)
-
     # -- files ------------------------------------------------------------------------------------------------------
     def to_json(self) -> dict[str, Any]:
         layouts: dict[Layout, int] = {}
@@ -175,40 +154,25 @@ class ReshardPlan:
         moved = [data["layouts"], data["classes"], data["copies"], [t[:4] for t in data["transfers"]]]
         return hashlib.blake2b(json.dumps(moved).encode(), digest_size=16).hexdigest()
 
-    @staticmethod
-    def from_json(data: Mapping[str, Any], where: str = "the plan") -> ReshardPlan:
-        return _plan_from_json(data, where)
-
 
 # -- making a plan ----------------------------------------------------------------------------------------------
 
 
-def make_plan(
-    tensors: Mapping[str, MovedTensor], topology: Topology | None = None, *, strategy: Strategy = "best", seed: int = 0
-) -> ReshardPlan:
+def make_plan(tensors: Mapping[str, MovedTensor], topology: Topology | None = None, *, seed: int = 0) -> ReshardPlan:
     topology = topology or Topology()
     classes = tuple(classes_of(tensors))
     bundles = bundles_of(classes)
-    copies, local, remote = _split_by_distance(bundles, topology, naive=strategy == "naive")
+    copies, routes = routes_of(bundles, topology, classes)
     limit = wire_bound(bundles, topology)
-    if strategy == "naive":
-        routes = [r for b in local + remote for r in _separately(b, topology)]
-        plan_times = natural([job for job, _ in routes])
-        return _assemble(classes, copies, routes, plan_times, topology, limit)
-    routes = [_inside(b, topology, turn) for turn, b in enumerate(local)]
-    for turn, bundle in enumerate(remote):
-        routes += _between(bundle, topology, turn, classes)
-    if strategy == "natural":
-        return _assemble(classes, copies, routes, natural([job for job, _ in routes]), topology, limit)
-    best = best_schedule([job for job, _ in routes], seed)
+    best = greedy([job for job, _ in routes], seed)
     parts = 2
     while best.makespan > limit / SPLIT_GAIN and len(routes) * parts <= SPLIT_JOBS and parts <= 8:
         cut = [piece for route in routes for piece in _split_route(route, parts, classes)]
         times = greedy([job for job, _ in cut], seed)
         if times.makespan < best.makespan * SPLIT_GAIN:
-            return _assemble(classes, copies, cut, times, topology, limit)
+            return assemble(classes, copies, cut, times, topology, limit)
         parts *= 2
-    return _assemble(classes, copies, routes, best, topology, limit)
+    return assemble(classes, copies, routes, best, topology, limit)
 
 
 class PlanCache:
@@ -228,7 +192,7 @@ class PlanCache:
 
 
 @dataclass(frozen=True)
-class _Route:
+class Route:
     """A way to carry out a bundle; the sender is chosen by the schedule."""
 
     kind: Kind
@@ -237,9 +201,22 @@ class _Route:
     hops: tuple[tuple[int, int], ...]  # the first one starts at `senders`, and is stored as (-1, to)
 
 
-def _split_by_distance(
-    bundles: Sequence[Bundle], topology: Topology, naive: bool
-) -> tuple[list[tuple[int, tuple[Piece, ...]]], list[Bundle], list[Bundle]]:
+Copies = list[tuple[int, tuple[Piece, ...]]]  # (rank, what it keeps)
+Routed = tuple[Job, Route]
+
+
+def routes_of(
+    bundles: Sequence[Bundle], topology: Topology, classes: Sequence[TensorClass]
+) -> tuple[Copies, list[Routed]]:
+    """What ranks keep, and a way for everything else."""
+    copies, local, remote = _split_by_distance(bundles, topology)
+    routes = [inside(b, topology, turn) for turn, b in enumerate(local)]
+    for turn, bundle in enumerate(remote):
+        routes += _between(bundle, topology, turn, classes)
+    return copies, routes
+
+
+def _split_by_distance(bundles: Sequence[Bundle], topology: Topology) -> tuple[Copies, list[Bundle], list[Bundle]]:
     """What ranks keep, what travels inside a host, what travels between hosts."""
     kept: dict[int, list[Piece]] = {}
     local: list[Bundle] = []
@@ -249,9 +226,6 @@ def _split_by_distance(
         for rank in sorted(own):
             kept.setdefault(rank, []).extend(b.pieces)
         others = tuple(r for r in b.receivers if r not in own)
-        if naive:
-            remote += [replace(b, receivers=others)] if others else []
-            continue
         near: dict[str, list[int]] = {}
         for rank in b.senders:
             near.setdefault(topology.host(rank), []).append(rank)
@@ -265,10 +239,7 @@ def _split_by_distance(
     return [(rank, tuple(pieces)) for rank, pieces in sorted(kept.items())], local, remote
 
 
-Routed = tuple[Job, _Route]
-
-
-def _inside(b: Bundle, topology: Topology, turn: int) -> Routed:
+def inside(b: Bundle, topology: Topology, turn: int) -> Routed:
     """A chain over the fast links of one host."""
     ranks = b.receivers
     hops = ((-1, ranks[0]), *pairwise(ranks))
@@ -279,7 +250,7 @@ def _inside(b: Bundle, topology: Topology, turn: int) -> Routed:
         tuple(_fast(r, out=False) for r in ranks),
         tuple(_fast(r, out=True) for r in ranks[:-1]),
     )
-    return job, _Route("local", b, senders, hops)
+    return job, Route("local", b, senders, hops)
 
 
 def _between(b: Bundle, topology: Topology, turn: int, classes: Sequence[TensorClass]) -> list[Routed]:
@@ -308,24 +279,12 @@ def _between(b: Bundle, topology: Topology, turn: int, classes: Sequence[TensorC
             hops += pairwise(ring)
         kind: Kind = "gather" if len(stripes) > 1 else "send" if len(hops) == 1 else "chain"
         routes.append(
-            (_slow_job(senders, entries, stripe.num_bytes, topology), _Route(kind, stripe, senders, tuple(hops)))
+            (job_between(senders, entries, stripe.num_bytes, topology), Route(kind, stripe, senders, tuple(hops)))
         )
     return routes
 
 
-def _separately(b: Bundle, topology: Topology) -> list[Routed]:
-    routes: list[Routed] = []
-    sender = b.senders[0]
-    for rank in b.receivers:
-        route = _Route("send", replace(b, receivers=(rank,)), (sender,), ((-1, rank),))
-        if topology.host(rank) == topology.host(sender):
-            routes.append((_inside(route.bundle, topology, 0)[0], route))
-        else:
-            routes.append((_slow_job((sender,), [rank], b.num_bytes, topology), route))
-    return routes
-
-
-def _slow_job(senders: Sequence[int], entries: Sequence[int], num_bytes: int, topology: Topology) -> Job:
+def job_between(senders: Sequence[int], entries: Sequence[int], num_bytes: int, topology: Topology) -> Job:
     slowest = min(topology.rate(e) for e in entries)
     costs = []
     for s in senders:
@@ -353,9 +312,9 @@ def _split_route(route: Routed, num: int, classes: Sequence[TensorClass]) -> lis
     ]
 
 
-def _assemble(
+def assemble(
     classes: tuple[TensorClass, ...],
-    copies: list[tuple[int, tuple[Piece, ...]]],
+    copies: Copies,
     routes: Sequence[Routed],
     times: JobSchedule,
     topology: Topology,
@@ -369,7 +328,7 @@ def _assemble(
         transfers.append(
             Transfer(way.kind, hops, way.bundle.pieces, way.bundle.num_bytes, times.start[i], times.stop[i])
         )
-    optimal = times.exact or times.makespan <= limit * (1 + 1e-9)
+    optimal = times.makespan <= limit * (1 + 1e-9)
     return ReshardPlan(classes, tuple(copies), tuple(transfers), topology, limit, optimal)
 
 
@@ -384,23 +343,6 @@ def _fast(rank: int, *, out: bool) -> str:
 
 def _nic(topology: Topology, rank: int, *, out: bool) -> str:
     return f"{topology.interface(rank)} {'>>' if out else '<<'}"
-
-
-def _job_of(t: Transfer, topology: Topology) -> tuple[Job, Transfer]:
-    """A transfer of a finished plan on another topology."""
-    slow = [(a, b) for a, b in t.hops if topology.host(a) != topology.host(b)]
-    if not slow:
-        cost = t.num_bytes / topology.fast_rate
-        receivers = tuple(_fast(b, out=False) for b in t.receivers)
-        return Job((_fast(t.sender, out=True),), (cost,), receivers), t
-    rate = min(min(topology.rate(a), topology.rate(b)) for a, b in slow)
-    fill = (len(slow) - 1) * min(topology.chunk_bytes, t.num_bytes) / rate
-    # A rank that hands on to several hosts sends the same bytes several times.
-    outs = [_nic(topology, a, out=True) for a, _ in slow]
-    copies = max(outs.count(o) for o in outs)
-    cost = copies * t.num_bytes / rate + fill + topology.hop_s * len(slow)
-    receivers = tuple(dict.fromkeys(_nic(topology, b, out=False) for _, b in slow))
-    return Job((outs[0],), (cost,), receivers, tuple(o for o in dict.fromkeys(outs) if o != outs[0])), t
 
 
 # -- bounds -----------------------------------------------------------------------------------------------------
@@ -473,82 +415,6 @@ def _pieces_to_json(pieces: Sequence[Piece]) -> list[list[Any]]:
     return [[p.number, list(p.box.start), list(p.box.stop)] for p in pieces]
 
 
-def _plan_from_json(data: Mapping[str, Any], where: str) -> ReshardPlan:
-    fields = Fields(data, where)
-    if fields.whole("version") != VERSION:
-        raise UserError(
-            f"{where} has version {shown(data['version'])}, this release reads {VERSION}; make the plan again"
-        )
-    layouts = [layout_from_json(entry, where) for entry in fields.list("layouts")]
-    classes = []
-    for entry in fields.list("classes"):
-        shape, itemsize, src, dst, names = _row(entry, 5, where)
-        pair = [_pick(layouts, i, "layout", where) for i in (src, dst)]
-        if not isinstance(names, list) or not names or not all(isinstance(n, str) for n in names):
-            raise UserError(f"{where}: a class needs a list of tensor names, not {shown(names)}")
-        info = MovedTensor(_wholes(shape, where), _whole(itemsize, where), pair[0], pair[1])
-        classes.append(TensorClass(info, tuple(names)))
-    copies = []
-    for entry in fields.list("copies"):
-        rank, pieces = _row(entry, 2, where)
-        copies.append((_whole(rank, where), _pieces(pieces, classes, where)))
-    transfers = []
-    for entry in fields.list("transfers"):
-        kind, hops, pieces, num_bytes, start, stop = _row(entry, 6, where)
-        if kind not in ("send", "chain", "gather", "local"):
-            raise UserError(f"{where}: {shown(kind)} is not a kind of transfer")
-        held = _pieces(pieces, classes, where)
-        if num_bytes != bytes_of(held, classes):
-            raise UserError(f"{where}: a transfer of {shown(num_bytes)} bytes lists {bytes_of(held, classes)}")
-        times = Fields({"start": start, "stop": stop}, where)
-        transfers.append(
-            Transfer(
-                kind, _hops(hops, where), held, num_bytes, times.number("start", least=0), times.number("stop", least=0)
-            )
-        )
-    topology = Topology.from_json(fields.object("topology"), where)
-    plan = ReshardPlan(
-        tuple(classes),
-        tuple(copies),
-        tuple(transfers),
-        topology,
-        fields.number("bound", least=0),
-        fields.flag("optimal"),
-    )
-    check_complete(plan, where)
-    return plan
-
-
-def check_complete(plan: ReshardPlan, where: str = "the plan") -> None:
-    """UserError unless every element that a rank wants arrives there exactly once, from a rank that has it."""
-    arrived: dict[tuple[int, int], list[Box]] = {}
-    for rank, pieces in plan.copies:
-        for p in pieces:
-            arrived.setdefault((p.number, rank), []).append(p.box)
-    held = [{rank for _, ranks in k.info.src.tiles(k.info.shape) for rank in ranks} for k in plan.classes]
-    for t in plan.transfers:
-        have = {t.sender}
-        for a, b in t.hops:
-            if a not in have or b in have:
-                raise UserError(
-                    f"{where}: rank {a} forwards to {b} data that it does not hold, or that {b} already has"
-                )
-            have.add(b)
-        for p in t.pieces:
-            if t.sender not in held[p.number]:
-                raise UserError(
-                    f"{where}: rank {t.sender} sends {plan.classes[p.number].names[0]!r} and holds none of it"
-                )
-            for rank in t.receivers:
-                arrived.setdefault((p.number, rank), []).append(p.box)
-    for index, kind in enumerate(plan.classes):
-        for box, ranks in kind.info.dst.tiles(kind.info.shape):
-            for rank in ranks:
-                parts = [c for b in arrived.get((index, rank), []) if (c := b.intersect(box)) is not None]
-                if sum(c.size for c in parts) != box.size:
-                    raise UserError(f"{where}: rank {rank} does not get {kind.names[0]!r} exactly once")
-
-
 def _row(entry: Any, num: int, where: str) -> list[Any]:
     if not isinstance(entry, list) or len(entry) != num:
         raise UserError(f"{where}: expected a list of {num} values, not {shown(entry)}")
@@ -572,30 +438,3 @@ def _box(start: Any, stop: Any, where: str) -> Box:
     if len(first) != len(last) or any(b < a for a, b in zip(first, last, strict=True)):
         raise UserError(f"{where}: {shown(start)} to {shown(stop)} is not a box")
     return Box(first, last)
-
-
-def _pick(values: Sequence[Any], index: Any, what: str, where: str) -> Any:
-    if _whole(index, where) >= len(values):
-        raise UserError(f"{where}: there is no {what} {index}; it has {len(values)}")
-    return values[index]
-
-
-def _pieces(entries: Any, classes: Sequence[TensorClass], where: str) -> tuple[Piece, ...]:
-    if not isinstance(entries, list):
-        raise UserError(f"{where}: expected a list of pieces, not {shown(entries)}")
-    pieces = []
-    for entry in entries:
-        index, start, stop = _row(entry, 3, where)
-        shape = _pick(classes, index, "class", where).info.shape
-        box = _box(start, stop, where)
-        if len(box.start) != len(shape) or not Box.full(shape).contains(box):
-            raise UserError(f"{where}: {shown(start)} to {shown(stop)} lies outside a tensor of shape {list(shape)}")
-        pieces.append(Piece(index, box))
-    return tuple(pieces)
-
-
-def _hops(entries: Any, where: str) -> tuple[tuple[int, int], ...]:
-    if not isinstance(entries, list) or not entries:
-        raise UserError(f"{where}: a transfer needs at least one hop, not {shown(entries)}")
-    pairs = [_wholes(_row(entry, 2, where), where) for entry in entries]
-    return tuple((a, b) for a, b in pairs)

@@ -4,12 +4,9 @@ A resource (one direction of an interface, or of a rank's fast link) does one jo
 sender and all of its receivers for its whole duration; forwarding inside the job is pipelined. Find senders and an
 order with a short makespan:
 
-    greedy   rounds of jobs that share no resource; each round the best of many random scans (Alpa's rule: most jobs,
-             then the most even load of the senders), and two list schedules; the shortest counts
-    exact    branch and bound for few jobs
-
-Both count work instead of time, so that every rank that plans gets the same schedule. `bound` is a makespan that no
-schedule of these jobs beats.
+`greedy` makes rounds of jobs that share no resource, each round the best of many random scans (Alpa's rule: most jobs,
+then the most even load of the senders), and two list schedules; the shortest counts. It counts work instead of time, so
+that every rank that plans gets the same schedule. `bound` is a makespan that no schedule of these jobs beats.
 """
 
 from __future__ import annotations
@@ -21,8 +18,6 @@ from dataclasses import dataclass
 SCANS = 100  # of a round of the greedy schedule, at most
 SCAN_WORK = 150_000  # jobs looked at in all scans together: about 0.2 s
 LIST_WORK = 400_000  # the same for the list schedule by earliest start
-EXACT_JOBS = 12  # at most, for branch and bound
-EXACT_NODES = 30_000  # half a second to a second
 
 
 @dataclass(frozen=True)
@@ -51,7 +46,6 @@ class JobSchedule:
     sender: tuple[int, ...]
     start: tuple[float, ...]
     stop: tuple[float, ...]
-    exact: bool = False
 
     @property
     def makespan(self) -> float:
@@ -72,11 +66,6 @@ def simulate(jobs: Sequence[Job], order: Sequence[int], sender: Sequence[int]) -
     return JobSchedule(tuple(order), tuple(sender), tuple(start), tuple(stop))
 
 
-def natural(jobs: Sequence[Job]) -> JobSchedule:
-    """The first sender for each job, in the given order: what a plan without a schedule does."""
-    return simulate(jobs, range(len(jobs)), [0] * len(jobs))
-
-
 def bound(jobs: Sequence[Job]) -> float:
     """No schedule is shorter: what each receiver must take in, what the holders of a set of jobs must send."""
     taken: dict[str, float] = {}
@@ -91,13 +80,6 @@ def bound(jobs: Sequence[Job]) -> float:
         sets.append(frozenset().union(*groups))
     sent = [sum(cost for inner, cost in groups.items() if inner <= outer) / len(outer) for outer in sets]
     return max([*taken.values(), *sent, *(job.least for job in jobs)], default=0.0)
-
-
-def best_schedule(jobs: Sequence[Job], seed: int = 0) -> JobSchedule:
-    best = greedy(jobs, seed)
-    if len(jobs) <= EXACT_JOBS and best.makespan > bound(jobs) * (1 + 1e-9):
-        return exact(jobs, best)
-    return best
 
 
 def greedy(jobs: Sequence[Job], seed: int = 0) -> JobSchedule:
@@ -215,61 +197,3 @@ def _scan(
         taken.append((i, place))
     mean = sum(load.values()) / len(load)
     return (-len(taken), sum((v - mean) ** 2 for v in load.values())), taken, load
-
-
-def exact(jobs: Sequence[Job], first: JobSchedule | None = None) -> JobSchedule:
-    """Branch and bound. `exact` in the result: it is the optimum; otherwise the best found within EXACT_NODES."""
-    first = first or greedy(jobs)
-    limit = bound(jobs) * (1 + 1e-9)
-    best: list[object] = [first.makespan, first.order, first.sender]
-    nodes = 0
-
-    def visit(left: tuple[int, ...], free: dict[str, float], now: float, order: list[int], sender: list[int]) -> bool:
-        """False: out of nodes."""
-        nonlocal nodes
-        nodes += 1
-        reach: float = best[0]  # type: ignore[assignment]
-        if reach <= limit:
-            return True
-        if nodes > EXACT_NODES:
-            return False
-        if not left:
-            best[:] = [now, tuple(order), tuple(sender)]
-            return True
-        if _rest_bound(jobs, left, free) >= reach * (1 - 1e-12):
-            return True
-        seen: set[Job] = set()
-        for i in left:
-            job = jobs[i]
-            if job in seen:  # equal jobs in one order only
-                continue
-            seen.add(job)
-            rest = tuple(j for j in left if j != i)
-            for place, (s, cost) in _choices(job):
-                stop = max([free.get(s, 0.0), *(free.get(r, 0.0) for r in job.held)]) + cost
-                if stop >= best[0] * (1 - 1e-12):  # type: ignore[operator]
-                    continue
-                then = dict(free)
-                for r in (s, *job.held):
-                    then[r] = stop
-                sender[i] = place
-                if not visit(rest, then, max(now, stop), [*order, i], sender):
-                    return False
-        return True
-
-    done = visit(tuple(range(len(jobs))), {}, 0.0, [], [0] * len(jobs))
-    found = simulate(jobs, best[1], best[2])  # type: ignore[arg-type]
-    return JobSchedule(found.order, found.sender, found.start, found.stop, exact=done)
-
-
-def _rest_bound(jobs: Sequence[Job], left: Sequence[int], free: dict[str, float]) -> float:
-    taken: dict[str, float] = {}
-    senders: dict[str, None] = {}  # in a fixed order: every rank must add up alike
-    work = 0.0
-    for i in left:
-        work += jobs[i].least
-        senders.update(dict.fromkeys(jobs[i].senders))
-        for r in jobs[i].receivers:
-            taken[r] = taken.get(r, 0.0) + jobs[i].least
-    busy = sum(free.get(s, 0.0) for s in senders)
-    return max([(busy + work) / len(senders), *(free.get(r, 0.0) + cost for r, cost in taken.items())])

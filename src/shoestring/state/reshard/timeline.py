@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -15,16 +14,13 @@ MOST_TRANSFERS = 40  # in a printed table
 NAMES = 110  # pixels for the names of the links
 
 
-def sections_of(plan: ReshardPlan, rivals: Sequence[tuple[str, ReshardPlan]] = ()) -> list[Section]:
-    return [summary(plan, rivals), links_table(plan), Timeline(plan), transfers_table(plan)]
+def sections_of(plan: ReshardPlan) -> list[Section]:
+    return [summary(plan), links_table(plan), Timeline(plan), transfers_table(plan)]
 
 
-def summary(plan: ReshardPlan, rivals: Sequence[tuple[str, ReshardPlan]] = ()) -> Table:
-    """The plan beside others for the same tensors."""
-    rows = []
-    for name, other in [("planned", plan), *rivals]:
-        ratio = f"{other.makespan / plan.bound:.2f}x" if plan.bound else "-"
-        rows.append([name, len(other.transfers), in_bytes(other.slow_bytes), in_seconds(other.makespan), ratio])
+def summary(plan: ReshardPlan) -> Table:
+    ratio = f"{plan.makespan / plan.bound:.2f}x" if plan.bound else "-"
+    rows = [["planned", len(plan.transfers), in_bytes(plan.slow_bytes), in_seconds(plan.makespan), ratio]]
     num = sum(len(k.names) for k in plan.classes)
     proven = "; no order or choice of senders is faster" if plan.optimal else ""
     note = f"{num:,} tensors in {len(plan.classes)} classes; the links allow {in_seconds(plan.bound)} at best{proven}."
