@@ -116,13 +116,8 @@ def _replayed(draw: random.Random, address: Address) -> None:
             told.append(message)
             super().send(message)
 
-    was = exchange.Channel
-    with _lock:
-        exchange.Channel = Recording  # type: ignore[misc]
-        try:
-            Publisher(address, 10.0).close()
-        finally:
-            exchange.Channel = was  # type: ignore[misc]
+    with _channels_of_this_thread(Recording):
+        Publisher(address, 10.0).close()
     hello = next(m for m in told if "proof" in m and "nonce" in m)
     channel = Channel(socket.create_connection(address, timeout=20), "the publisher", 20.0)
     try:
@@ -135,6 +130,17 @@ def _replayed(draw: random.Random, address: Address) -> None:
 
 
 _lock = threading.Lock()
+
+
+@contextmanager
+def _channels_of_this_thread(kind: type[Channel]) -> Iterator[None]:
+    was, mine = exchange.Channel, threading.get_ident()
+    with _lock:
+        exchange.Channel = lambda *given: (kind if threading.get_ident() == mine else was)(*given)  # type: ignore
+        try:
+            yield
+        finally:
+            exchange.Channel = was  # type: ignore[misc]
 
 
 def _odd_get(draw: random.Random, address: Address) -> None:
@@ -356,15 +362,10 @@ def recorded(address: Address, target: WeightTarget) -> Iterator[Address]:
             said.extend(got := super()._read(into))
             return got
 
-    was = exchange.Channel
-    with _lock:
-        exchange.Channel = Listening  # type: ignore[misc]
-        try:
-            pull = WeightPull(address, target, timeout_s=10.0)
-            pull.pull(2)
-            pull.close()
-        finally:
-            exchange.Channel = was  # type: ignore[misc]
+    with _channels_of_this_thread(Listening):
+        pull = WeightPull(address, target, timeout_s=10.0)
+    pull.pull(2)
+    pull.close()
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def answer() -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
+import sys
 import threading
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -35,6 +38,7 @@ from shoestring.train.step import Run
 from tiny import chat_tokenizer, served_model
 
 VOCAB = chat_tokenizer().vocab_size
+ENV = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 PROMPT = "the quick brown fox jumps over the lazy dog " * 3
 
 
@@ -308,3 +312,20 @@ def test_options(monkeypatch: pytest.MonkeyPatch) -> None:
         ServeOptions(follow="nowhere")
     with pytest.raises(UserError, match="drain or recompute"):
         ServeOptions(on_update="now")  # type: ignore[arg-type]
+
+
+def killed(folder: Path, num: int, seed: int) -> dict[str, Any]:
+    """What live_kills.py counted."""
+    script, tests = Path(__file__).with_name("live_kills.py"), Path(__file__).parents[2]
+    paths = ":".join(map(str, (tests, tests / "serve", Path(__file__).parent)))
+    command = [sys.executable, str(script), str(folder), str(num), str(seed)]
+    done = subprocess.run(command, env=ENV | {"PYTHONPATH": paths}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return told
+
+
+def test_a_few_kills_leave_every_answer_to_one_version(tmp_path: Path) -> None:
+    told = killed(tmp_path, 3, seed=0)
+    assert told["mixed"] == 0 and sum(told["kills"].values()) == 3
+    assert told["answers"] >= 6 and told["versions"] >= 2

@@ -19,8 +19,9 @@ from typing import Any
 
 import pytest
 from serving import running, wait_for
-from test_follow import Trainer, complete, expected, get, step_of
+from test_follow import ENV, Trainer, complete, expected, get, killed, step_of
 
+from benchmarks.results import record
 from shoestring.state.reshard import exchange
 
 pytestmark = pytest.mark.lab
@@ -163,6 +164,17 @@ def test_a_server_that_is_killed_inside_a_swap(trainer: Trainer) -> None:
         again.communicate("", timeout=60)
 
 
+@pytest.mark.parametrize("seed", range(1, 5))
+def test_campaign_of_kills(tmp_path: Path, seed: int) -> None:
+    """200 kills of the trainer, its agent, the HTTP process and the engine's process during updates."""
+    told = killed(tmp_path, 50, seed)
+    quality = {"answers": told["answers"], "versions": told["versions"], **told["kills"]}
+    for metric, value in (("kills", sum(told["kills"].values())), ("mixed_versions", told["mixed"])):
+        measured: dict[str, Any] = {"bench": "live_weights", "case": "kills", "metric": metric, "samples": [value]}
+        record(**measured, unit=metric.split("_")[-1], config={"seed": seed}, quality=quality)
+    assert told["mixed"] == 0 and told["answers"] > 100 and min(told["kills"].values()) > 7
+
+
 # -- the commands ---------------------------------------------------------------------------------------------
 
 
@@ -177,9 +189,6 @@ def command(*args: str, ranks: int = 1, port: int = 0) -> list[str]:
         return [sys.executable, "-m", "shoestring", *args]
     launch = [sys.executable, "-m", "torch.distributed.run", f"--master-port={port}", f"--nproc-per-node={ranks}"]
     return [*launch, "-m", "shoestring", *args]
-
-
-ENV = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 class Served:

@@ -319,7 +319,7 @@ class SnapshotServer:
                 channel.within(IDLE_S)
                 self._answer(channel, Fields(channel.receive(MOST_HEADER), channel.peer))
         except (OSError, UserError) as error:
-            quiet = self._closed or isinstance(error, ConnectionError | TimeoutError)
+            quiet = self._closed or isinstance(error, OSError)  # gone, too slow, or the oldest stranger
             if not quiet and time.monotonic() >= self._said_at + SAY_S:  # strangers must not fill the log
                 self._said_at = time.monotonic()
                 log.warning("a follower at %s was dropped: %s", channel.peer, error)
