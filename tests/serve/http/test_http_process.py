@@ -35,20 +35,19 @@ from shoestring.serve.http import http_process  # noqa: E402
 from shoestring.serve.http.app import SILENT_S  # noqa: E402
 from shoestring.serve.http.engine_client import EngineClient  # noqa: E402
 from shoestring.serve.http.engine_messages import (  # noqa: E402
+    CODEC,
     ChoiceDelta,
     EmbeddingJob,
     EngineFacts,
     EngineSnapshot,
-    FrameReader,
     PendingChoice,
     Report,
-    add_frame,
-    add_from,
-    report_frame,
-    report_from,
+    frame,
+    received,
 )
 from shoestring.serve.http.grammar import GrammarSource  # noqa: E402
 from shoestring.serve.http.http_process import EngineConnection, HttpProcess, HttpProcessLost  # noqa: E402
+from shoestring.serve.http.message_codec import LOCAL, FrameReader  # noqa: E402
 from shoestring.serve.http.request_schema import ApiError  # noqa: E402
 from shoestring.state.reshard.version import WeightsVersion  # noqa: E402
 from tiny import chat_tokenizer, served_model  # noqa: E402
@@ -81,14 +80,19 @@ for _ in sys.argv[2:]:
 # -- messages -------------------------------------------------------------------------------------------------
 
 
-def sent(frame: bytes) -> tuple[list[Any], bytes]:
-    """As it arrives in pieces, between two others."""
-    reader, whole, found = FrameReader(), frame + frame, []
+def sent(*message: Any) -> list[Any]:
+    """What arrives of it, in pieces and between two others."""
+    data = frame(*message)
+    reader, whole, found = FrameReader(CODEC), data + data + data, []
     for start in range(0, len(whole), 7):
         found += reader.feed(whole[start : start + 7])
-    assert len(found) == 2 and found[0] == found[1]
-    (_, *given), binary = found[0]
-    return given, binary
+    assert len(found) == 3 and {kind for kind, _ in found} == {message[0]}
+    return found[1][1]
+
+
+def told_to(client: socket.socket) -> tuple[str, list[Any]]:
+    (message,) = FrameReader(CODEC).feed(client.recv(65536))
+    return message
 
 
 def test_a_report_arrives_as_it_was() -> None:
@@ -101,7 +105,7 @@ def test_a_report_arrives_as_it_was() -> None:
     ]
     snapshot = EngineSnapshot(1, 2, 0.5, drafts=True, version=WeightsVersion("run", 3, "ab"))
     report = Report(([1, 2], ["a", '"\n'], [10, 11]), parts, [3, 4], snapshot, ApiError(503, "gone"), True)
-    found = report_from(*sent(report_frame(report)))
+    (found,) = sent("report", report)
     assert tuple(found.pieces) == report.pieces and found.ended == [3, 4] and found.dead
     assert found.snapshot == snapshot and str(found.closed) == "gone"
     assert found.parts[0] == parts[0]
@@ -118,15 +122,14 @@ def test_choices_arrive_as_they_were_and_prompts_are_sent_once() -> None:
     sampling = SamplingWithRules(0.5, 3, 0.9, 0.1, 2**63 + 5, 7, ("é", "x"), True, frozenset({4}), rules, 2, source)  # type: ignore[arg-type]
     given = [PendingChoice(prompt, sampling, 12.5, 3, client="k a", arrived=1.25, id=i) for i in range(50)]
     given.append(PendingChoice([], SamplingWithRules(), embedding=EmbeddingJob([[1, 2], prompt, [3]], "last"), id=50))
-    frame = add_frame(given)
-    assert len(frame) < 4 * 1003 + 50 * 600
+    assert len(frame("add", given)) < 4 * 1003 + 50 * 600
     made: list[GrammarSource] = []
 
     def grammar_of(source: GrammarSource) -> Any:
         made.append(source)
         return lambda: source
 
-    found = add_from(*sent(frame), grammar_of)
+    found = received(sent("add", given)[0], grammar_of)
     assert made == [source] * 50
     for choice, want in zip(found, given, strict=True):
         for field in ("prompt", "deadline", "score_prompt", "no_new_tokens", "client", "arrived", "id"):
@@ -135,10 +138,9 @@ def test_choices_arrive_as_they_were_and_prompts_are_sent_once() -> None:
     assert found[0].sampling.history.prompt == tuple(prompt)
     last = found[-1].embedding
     assert last is not None and last.texts == [[1, 2], prompt, [3]] and last.pooling == "last"
-    # A new field must be sent, too.
-    own = {"sampling", "prompt", "embedding", "deadline", "score_prompt", "no_new_tokens", "client", "arrived", "id"}
+    assert found[0].prompt is found[1].prompt  # one list, as it was
     state = {"started", "first_token", "last_token", "request", "num_sent", "done"}
-    assert {f.name for f in fields(PendingChoice)} == own | state
+    assert {f.name for f in fields(PendingChoice) if f.metadata == LOCAL} == state  # a new field is sent
 
 
 # -- one side alone ------------------------------------------------------------------------------------------------
@@ -147,10 +149,8 @@ def test_choices_arrive_as_they_were_and_prompts_are_sent_once() -> None:
 def test_who_asks_an_engine_that_goes_is_told_at_once() -> None:
     async def ask_twice() -> EngineClient:
         engine, connection = socket.socketpair()
-        early: list[tuple[Any, bytes]] = [
-            (["report", ([], [], []), [], [], {"drafts": True, "version": None}, None, False], b"")
-        ]
-        port = EngineConnection(FrameReader(), early)
+        early: list[tuple[str, list[Any]]] = [("report", [Report(snapshot=EngineSnapshot(drafts=True))])]
+        port = EngineConnection(FrameReader(CODEC), early)
         facts = EngineFacts(29, 64, 16, (0,), True, 2, 2)
         client = EngineClient(facts, port, chat_tokenizer(), EngineSnapshot())
         await port.open(connection, client, SimpleNamespace(server=SimpleNamespace(should_exit=True)))  # type: ignore[arg-type]
@@ -173,7 +173,7 @@ def test_who_asks_an_engine_that_goes_is_told_at_once() -> None:
 def test_an_engine_that_goes_while_a_question_is_on_its_way_to_the_event_loop() -> None:
     async def ask() -> list[Any]:
         engine, connection = socket.socketpair()
-        port, failed = EngineConnection(FrameReader(), []), list[Any]()
+        port, failed = EngineConnection(FrameReader(CODEC), []), list[Any]()
         client = EngineClient(EngineFacts(29, 64, 16, (0,), True, 2, 2), port, chat_tokenizer(), EngineSnapshot())
         await port.open(connection, client, SimpleNamespace(server=SimpleNamespace(should_exit=True)))  # type: ignore[arg-type]
         asyncio.get_running_loop().set_exception_handler(lambda _, context: failed.append(context))
@@ -192,7 +192,7 @@ def test_an_engine_that_goes_while_a_question_is_on_its_way_to_the_event_loop() 
 def test_what_is_sent_in_one_turn_of_the_event_loop_goes_together_and_in_order() -> None:
     async def send() -> None:
         engine, connection = socket.socketpair()
-        port, written = EngineConnection(FrameReader(), []), list[bytes]()
+        port, written = EngineConnection(FrameReader(CODEC), []), list[bytes]()
         client = EngineClient(EngineFacts(29, 64, 16, (0,), True, 2, 2), port, chat_tokenizer(), EngineSnapshot())
         await port.open(connection, client, SimpleNamespace(server=SimpleNamespace(should_exit=True)))  # type: ignore[arg-type]
         port._transport = SimpleNamespace(write=written.append)  # type: ignore[assignment]
@@ -203,8 +203,8 @@ def test_what_is_sent_in_one_turn_of_the_event_loop_goes_together_and_in_order()
         await asyncio.sleep(0)
         port.post(("cancel", [3]))
         await asyncio.sleep(0)
-        told = [[content for content, _ in FrameReader().feed(data)] for data in written]
-        assert told == [[["cancel", [1]], ["cancel", [2]], ["rejected"]], [["cancel", [3]]]]
+        told = [FrameReader(CODEC).feed(data) for data in written]
+        assert told == [[("cancel", [[1]]), ("cancel", [[2]]), ("rejected", [])], [("cancel", [[3]])]]
         engine.close()
 
     asyncio.run(send())
@@ -218,7 +218,7 @@ class Panic(BaseException):
 def test_a_request_that_cannot_be_read_fails_alone(kind: type[BaseException]) -> None:
     engine, http = socket.socketpair()
     sampling = SamplingWithRules(grammar=GrammarSource("{}"))  # type: ignore[arg-type]
-    given, binary = sent(add_frame([PendingChoice([1], sampling, id=7)]))
+    given = sent("add", [PendingChoice([1], sampling, id=7)])
 
     def broken(source: GrammarSource) -> Any:
         raise kind("a defect of a library")
@@ -226,14 +226,13 @@ def test_a_request_that_cannot_be_read_fails_alone(kind: type[BaseException]) ->
     thread = SimpleNamespace(latest=EngineSnapshot(), post=pytest.fail)
     grammars = SimpleNamespace(of=broken, must_compile=lambda source: False)
     process = HttpProcess(0, engine)
-    process._pass_on("add", given, binary, thread, grammars)  # type: ignore[arg-type]
-    (((_, *told), rest),) = FrameReader().feed(http.recv(65536))
-    report = report_from(told, rest)
+    process._pass_on("add", given, thread, grammars)  # type: ignore[arg-type]
+    _, (report,) = told_to(http)
     assert report.ended == [7] and report.parts[0][1].error is not None and report.parts[0][1].error.status == 500
     http.settimeout(20)
-    process._pass_on("compile", [3, {"text": "{}"}], b"", thread, grammars)  # type: ignore[arg-type]
-    (((answer, ticket, error), _),) = FrameReader().feed(http.recv(65536))
-    assert (answer, ticket, error[0]) == ("answer", 3, 500)
+    process._pass_on("compile", [3, GrammarSource("{}")], thread, grammars)  # type: ignore[arg-type]
+    answer, (ticket, error, found) = told_to(http)
+    assert (answer, ticket, error.status, found) == ("answer", 3, 500, b"")
 
 
 def test_a_forgotten_grammar_holds_up_no_other_message() -> None:
@@ -248,13 +247,12 @@ def test_a_forgotten_grammar_holds_up_no_other_message() -> None:
     process = HttpProcess(0, socket.socketpair()[0])
 
     def pass_on(choices: list[PendingChoice]) -> None:
-        given, binary = sent(add_frame(choices))
-        process._pass_on("add", given, binary, thread, grammars)  # type: ignore[arg-type]
+        process._pass_on("add", sent("add", choices), thread, grammars)  # type: ignore[arg-type]
 
     constrained = SamplingWithRules(grammar=GrammarSource("{}"))  # type: ignore[arg-type]
     pass_on([PendingChoice([1], constrained, id=7), PendingChoice([1], constrained, id=8)])
     pass_on([PendingChoice([1], SamplingWithRules(), id=9)])
-    process._pass_on("cancel", [[8, 9]], b"", thread, grammars)  # type: ignore[arg-type]
+    process._pass_on("cancel", [[8, 9]], thread, grammars)  # type: ignore[arg-type]
     kind, (other,) = posted.get(timeout=30)
     assert kind == "add" and other.id == 9 and posted.get(timeout=30) == ("cancel", [8, 9])
     compiles.set()

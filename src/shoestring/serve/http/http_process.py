@@ -5,7 +5,7 @@ stepping the engine; side by side in one process each waits for the other (docs/
 
 `shoestring serve` forks the HTTP process first, before there are threads, a GPU or a model. It waits. When the engine
 is ready, it gets the listening socket, the tokenizer and the engine's facts, and serves; from then on the two exchange
-frames (engine_messages.py) over a pair of sockets that no other process can reach:
+messages (engine_messages.py) over a pair of sockets that no other process can reach:
 
     HTTP -> engine    add, cancel, abort; asks for metrics and for a grammar to be compiled
     engine -> HTTP    one report per step, with the tokens of all texts; answers; a beat every second, also when idle
@@ -32,7 +32,7 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -43,24 +43,21 @@ from shoestring.model.tokenizer import Tokenizer
 from shoestring.serve.engine.logit_rules import Grammar
 from shoestring.serve.http.engine_client import EngineClient
 from shoestring.serve.http.engine_messages import (
+    CODEC,
     ChoiceDelta,
     EngineFacts,
     EngineSnapshot,
-    FrameReader,
     Message,
+    PendingChoice,
     Report,
-    add_frame,
-    add_from,
-    error_from,
-    error_json,
     frame,
     grammar_sources,
-    report_frame,
-    report_from,
+    received,
 )
 from shoestring.serve.http.engine_thread import EngineThread
 from shoestring.serve.http.grammar import GrammarCache, GrammarSource, MakeGrammar
 from shoestring.serve.http.http_server import HttpServer, log_to_stderr, objects_frozen
+from shoestring.serve.http.message_codec import FrameReader
 from shoestring.serve.http.request_schema import ApiError
 from shoestring.serve.http.request_workers import as_exception
 from shoestring.serve.http.serve_options import ServeOptions
@@ -130,25 +127,24 @@ class HttpProcess:
         except OSError:
             raise self._lost() from None
         listener.close()
-        about = {"name": name, "pooling": pooling, "tokenizer": tokenizer_json(tokenizer), "facts": asdict(facts)}
-        self._send(frame(about))
-        engine_thread.on_report = lambda report: self._send(report_frame(report))
+        self._send(frame("about", name, pooling, tokenizer_json(tokenizer), facts))
+        engine_thread.on_report = lambda report: self._send(frame("report", report))
         engine_thread.on_report(Report(snapshot=engine_thread.latest))  # what /stats shows before the first request
 
     def run(self, engine_thread: EngineThread, grammars: GrammarCache, on_started: Callable[[], None]) -> None:
         """Carry messages to the engine's thread until the HTTP process has drained and ended."""
-        reader = FrameReader()
+        reader = FrameReader(CODEC)
         before: dict[signal.Signals, Any] = {}
         threading.Thread(target=self._beat, args=(engine_thread,), name="shoestring-beat", daemon=True).start()
         try:
             while data := self._read():
-                for (kind, *given), binary in reader.feed(data):
+                for kind, given in reader.feed(data):
                     if kind == "started":
                         for sig in SIGNALS:
                             before[sig] = signal.signal(sig, lambda *_: self.stop())
                         on_started()
                     else:
-                        self._pass_on(kind, given, binary, engine_thread, grammars)
+                        self._pass_on(kind, given, engine_thread, grammars)
         finally:
             self._closed.set()
             for sig, handler in before.items():
@@ -176,7 +172,7 @@ class HttpProcess:
     def _beat(self, engine_thread: EngineThread) -> None:
         """A thread of its own: a long step is no reason to fall silent, a process that is stopped is one."""
         while not self._closed.wait(BEAT_S):
-            self._send(frame(["beat", engine_thread.seconds_in_step]))
+            self._send(frame("beat", engine_thread.seconds_in_step))
 
     def close(self) -> None:
         """It notices that this process is done; it is not left behind."""
@@ -213,19 +209,17 @@ class HttpProcess:
         with self._sending, suppress(OSError):  # that it is gone is noticed by reading
             self._connection.sendall(data)
 
-    def _pass_on(
-        self, kind: str, given: list[Any], binary: bytes, engine_thread: EngineThread, grammars: GrammarCache
-    ) -> None:
+    def _pass_on(self, kind: str, given: list[Any], engine_thread: EngineThread, grammars: GrammarCache) -> None:
         if kind == "add":
-            if any(grammars.must_compile(source) for source in grammar_sources(given)):
+            (choices,) = given
+            if any(grammars.must_compile(source) for source in grammar_sources(choices)):
                 # Compiled before, and forgotten since. Other messages are read meanwhile.
-                ids = {fields["id"] for fields, _ in given[0]}
                 with self._late_lock:
-                    self._late |= ids
-                late = (ids, given, binary, engine_thread, grammars)
+                    self._late.update(choice.id for choice in choices)
+                late = (choices, engine_thread, grammars)
                 threading.Thread(target=self._add_late, args=late, daemon=True).start()
             else:
-                self._add(given, binary, engine_thread, grammars)
+                self._add(choices, engine_thread, grammars)
         elif kind == "cancel":
             with self._late_lock:
                 self._late_and_left |= self._late.intersection(given[0])
@@ -233,26 +227,25 @@ class HttpProcess:
         elif kind == "abort":
             with self._late_lock:
                 self._late_and_left |= self._late
-            engine_thread.post(("abort", error_from(given[0])))
+            engine_thread.post(("abort", given[0]))
         elif kind == "rejected":
             engine_thread.count_rejected()
         else:  # at most one of each kind at a time: the HTTP side has one thread for each
-            work = engine_thread.metrics_text if kind == "metrics" else lambda: grammars.of(GrammarSource(**given[1]))
+            work = engine_thread.metrics_text if kind == "metrics" else lambda: grammars.of(given[1])
             threading.Thread(target=self._answer, args=(given[0], work), daemon=True).start()
 
-    def _add(self, given: list[Any], binary: bytes, engine_thread: EngineThread, grammars: GrammarCache) -> None:
+    def _add(self, choices: list[PendingChoice], engine_thread: EngineThread, grammars: GrammarCache) -> None:
         try:
-            engine_thread.post(("add", add_from(given, binary, grammars.of)))
+            engine_thread.post(("add", received(choices, grammars.of)))
         except BaseException as error:  # e.g. a grammar that was compiled, forgotten, and now takes too long
-            ids = [fields["id"] for fields, _ in given[0]]
+            ids = [choice.id for choice in choices]
             parts = [(number, ChoiceDelta(error=_for_client(error))) for number in ids]
-            self._send(report_frame(Report(parts=parts, ended=ids, snapshot=engine_thread.latest)))
+            self._send(frame("report", Report(parts=parts, ended=ids, snapshot=engine_thread.latest)))
 
-    def _add_late(
-        self, ids: set[int], given: list[Any], binary: bytes, engine_thread: EngineThread, grammars: GrammarCache
-    ) -> None:
+    def _add_late(self, choices: list[PendingChoice], engine_thread: EngineThread, grammars: GrammarCache) -> None:
+        ids = {choice.id for choice in choices}
         with self._compiling:
-            self._add(given, binary, engine_thread, grammars)
+            self._add(choices, engine_thread, grammars)
         with self._late_lock:
             left = self._late_and_left & ids
             self._late -= ids
@@ -265,8 +258,8 @@ class HttpProcess:
         try:
             found = work()
         except BaseException as raised:
-            error = error_json(_for_client(raised))
-        self._send(frame(["answer", ticket, error], found if isinstance(found, bytes) else b""))
+            error = _for_client(raised)
+        self._send(frame("answer", ticket, error, found if isinstance(found, bytes) else b""))
 
 
 def _for_client(raised: BaseException) -> ApiError:
@@ -292,19 +285,18 @@ def serve_http(connection: socket.socket, options: ServeOptions) -> int:
     if not descriptors:
         return 0  # the engine did not start, which its process has said
     log_to_stderr()
-    reader, frames = FrameReader(), list[tuple[Any, bytes]]()
+    reader, frames = FrameReader(CODEC), list[tuple[str, list[Any]]]()
     while not frames:
         if not (data := connection.recv(READ)):
             return 1
         frames = reader.feed(data)
-    (about, _), *early = frames
-    facts = EngineFacts(**{**about["facts"], "eos_ids": tuple(about["facts"]["eos_ids"])})
-    tokenizer = tokenizer_from(about["tokenizer"])
+    (_, (name, pooling, told, facts)), *early = frames
+    tokenizer = tokenizer_from(told)
     port = EngineConnection(reader, early)
     client = EngineClient(facts, port, tokenizer, EngineSnapshot())
     http = HttpServer(
-        replace(options, pooling=about["pooling"]),
-        about["name"],
+        replace(options, pooling=pooling),
+        name,
         tokenizer,
         client,
         RemoteGrammars(port),
@@ -319,8 +311,8 @@ def serve_http(connection: socket.socket, options: ServeOptions) -> int:
 class EngineConnection(asyncio.Protocol):
     """The `EnginePort` of the HTTP process."""
 
-    def __init__(self, reader: FrameReader, early: list[tuple[Any, bytes]]) -> None:
-        """`early`: frames that came together with the first."""
+    def __init__(self, reader: FrameReader, early: list[tuple[str, list[Any]]]) -> None:
+        """`early`: messages that came together with the first."""
         self._reader, self._early, self.lost = reader, early, False
         self._gone: ApiError | None = None  # why the engine's process answers no more
         self._tickets = itertools.count()
@@ -336,15 +328,10 @@ class EngineConnection(asyncio.Protocol):
         self._transport, _ = await self._loop.create_connection(lambda: self, sock=connection)
 
     def say_started(self) -> None:
-        self._send(frame(["started"]))
+        self._send(frame("started"))
 
     def post(self, message: Message) -> None:
-        if message[0] == "add":
-            self._send(add_frame(message[1]))
-        elif message[0] == "abort":
-            self._send(frame(["abort", error_json(message[1])]))
-        else:
-            self._send(frame(message))
+        self._send(frame(*message))
 
     def _send(self, data: bytes) -> None:
         """Requests that came together go together: one system call for all, here and in the engine's process."""
@@ -365,7 +352,7 @@ class EngineConnection(asyncio.Protocol):
         return self._in_step + self.seconds_silent if self._in_step else 0.0
 
     def count_rejected(self) -> None:
-        self._send(frame(["rejected"]))
+        self._send(frame("rejected"))
 
     def metrics_text(self) -> bytes:
         return self.ask("metrics")
@@ -377,7 +364,7 @@ class EngineConnection(asyncio.Protocol):
 
         def send() -> None:
             if self._gone is None:
-                self._send(frame([kind, ticket, *given]))
+                self._send(frame(kind, ticket, *given))
             elif not answer.done():  # `connection_lost` may have found it
                 answer.set_exception(self._gone)
 
@@ -394,18 +381,19 @@ class EngineConnection(asyncio.Protocol):
         self._heard = time.monotonic()
         self._take(self._reader.feed(data))
 
-    def _take(self, frames: list[tuple[Any, bytes]]) -> None:
-        for (kind, *given), binary in frames:
+    def _take(self, messages: list[tuple[str, list[Any]]]) -> None:
+        for kind, given in messages:
             if kind == "report":
                 self._in_step = 0.0
-                self._client.receive(report_from(given, binary))
+                self._client.receive(given[0])
             elif kind == "beat":
                 self._in_step = given[0]
             elif (answer := self._asked.get(given[0])) is not None:
-                if given[1] is None:
-                    answer.set_result(binary)
+                _, error, found = given
+                if error is None:
+                    answer.set_result(found)
                 else:
-                    answer.set_exception(error_from(given[1]))
+                    answer.set_exception(error)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._gone = ApiError(503, "the engine has stopped; the server must be restarted", code="engine_dead")
@@ -428,12 +416,12 @@ class RemoteGrammars(GrammarCache):
 
     def compile(self, source: GrammarSource) -> MakeGrammar | ApiError:
         try:
-            self._port.ask("compile", asdict(source))
+            self._port.ask("compile", source)
         except ApiError as error:
             if error.status >= 500:
                 raise
             return error
-        return lambda: cast(Grammar, source)  # `add_frame` sends it, `add_from` has the grammar
+        return lambda: cast(Grammar, source)  # it is sent, and `received` finds the grammar
 
 
 def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
