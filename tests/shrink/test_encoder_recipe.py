@@ -16,9 +16,9 @@ from shoestring.errors import UserError
 from shoestring.formats import formats_of
 from shoestring.model.encoder import load_encoder_module, save_packed_encoder
 from shoestring.model.verify import verify
+from shoestring.recipes import encoders
 from shoestring.runlog import read_jsonl
 from shoestring.serve.engine.encoder import EncoderRunner, folder_pooling, is_encoder, load_encoder
-from shoestring.shrink import encoder_stages
 from tiny import tiny_tokenizer
 
 transformers = pytest.importorskip("transformers")
@@ -83,14 +83,14 @@ def test_a_bert_from_the_command_line(
     pooled = [
         torch.cat([next(EncoderRunner(m).embedding_parts([ids], "cls", 64)) for ids in texts])
         for m in (load_encoder_module(here / folder, "cpu", torch.float32) for folder in ("bert", "short/model"))
-        for texts in [[load_encoder(bert).tokenizer.encode(text)[:40] for text in encoder_stages.SENTENCES]]
+        for texts in [[load_encoder(bert).tokenizer.encode(text)[:40] for text in encoders.SENTENCES]]
     ]
     assert short["similarity"] == pytest.approx(float(torch.cosine_similarity(*pooled).mean()), abs=2e-3)  # 16 bits
     assert "give calib=" in cli("run", "shrink/ptq", "model=bert", "method=awq", fails=True)
 
     assert "is an encoder: leave it out" in run("text=test.txt", fails=True)
     assert "is an encoder: `shoestring run shrink/ptq method=rtn" in cli("run", "shrink/rtn", "model=bert", fails=True)
-    monkeypatch.setattr(encoder_stages, "MIN_SIMILARITY", 1.1)  # nothing reaches it
+    monkeypatch.setattr(encoders, "MIN_SIMILARITY", 1.1)  # nothing reaches it
     said = run("method=rtn", "run=bad", fails=True)
     assert "the shrunk model is broken: its outputs have a similarity of" in said
     assert not (here / "bad/model").exists()

@@ -18,12 +18,11 @@ from shoestring.errors import UserError
 from shoestring.evals.model_row import check_apart
 from shoestring.model import load_model, save_model
 from shoestring.recipes.shrink import ptq
+from shoestring.recipes.shrink_run import calibration_windows
 from shoestring.runlog import read_jsonl
-from shoestring.shrink import ptq_stages
 from shoestring.shrink.block_files import BlockFiles
 from shoestring.shrink.gptq import Gptq
 from shoestring.shrink.quantize import quantize
-from shoestring.shrink.shrink_run import calibration_windows
 
 
 @pytest.fixture
@@ -65,7 +64,7 @@ def test_gptq_end_to_end(cli: Callable[..., str], here: Path) -> None:
 
 def test_the_clip_before_gptq_has_the_objective_that_is_asked_for() -> None:
     for objective in ("group", "row"):
-        method = ptq_stages.pick_method(ptq.Config(method="gptq+clip", objective=objective))  # type: ignore[arg-type]
+        method = ptq.pick_method(ptq.Config(method="gptq+clip", objective=objective))  # type: ignore[arg-type]
         assert isinstance(method, Gptq) and method.clip is not None and method.clip.objective == objective
 
 
@@ -167,7 +166,7 @@ def test_ctrl_c_and_resume(cli: Callable[..., str], here: Path, monkeypatch: pyt
     monkeypatch.setattr(BlockFiles, "save", save)
     assert "was started with format=int3:g32" in cli("resume=cut", "format=int2:g32", fails=True)
     with monkeypatch.context() as patch:  # and once more when the model is saved, but not the report
-        patch.setattr("shoestring.shrink.shrink_run.write_report", lambda *a, **k: 1 / 0)
+        patch.setattr("shoestring.recipes.shrink_run.write_report", lambda *a, **k: 1 / 0)
         assert run_cli(["run", "shrink/ptq", "resume=cut", "out=elsewhere"]) == 1
     (here / "mine").mkdir()
     (here / "mine/config.json").write_text("{}")
@@ -322,7 +321,7 @@ def test_auto_streams_what_would_fill_the_device(
         return load_model(path, **options)
 
     monkeypatch.setattr("shoestring.shrink.blockwise.quantize", spy)
-    monkeypatch.setattr("shoestring.shrink.shrink_run.load_model", loading)
+    monkeypatch.setattr("shoestring.recipes.shrink_run.load_model", loading)
     argv = ["model=half", "method=rtn", "format=nf3:g32"]
     cli(*argv, "run=roomy")
     monkeypatch.setattr("shoestring.host.block_offload.free_bytes", lambda device: 1000)

@@ -25,13 +25,13 @@ from shoestring.formats import convert, pack, parse_format
 from shoestring.host.block_offload import fits_on_device, on_device
 from shoestring.methods.sparse24.prune import prune
 from shoestring.model import Decoder, ModelSpec, save_model
+from shoestring.recipes.shrink_run import offload_dtype
 from shoestring.shrink.block_files import BlockFiles
 from shoestring.shrink.blockwise import Blockwise, train_blocks
 from shoestring.shrink.calibrate import Calibration, block_linears, walk
 from shoestring.shrink.gptq import gptq
 from shoestring.shrink.mixed_bits import measure_damage
 from shoestring.shrink.quantize import METHODS, QuantizeReport, quantize, usual_inputs
-from shoestring.shrink.shrink_run import offload_dtype
 from tiny import GPT2, QWEN2, loud_model, tokens
 
 CPU = torch.device("cpu")

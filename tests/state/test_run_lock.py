@@ -14,7 +14,7 @@ import pytest
 
 from shoestring.errors import UserError
 from shoestring.mesh import Mesh
-from shoestring.shrink.shrink_run import run_once
+from shoestring.recipes.shrink_run import run_once
 from shoestring.state.run_lock import LOCK, check_not_held, hold_run, is_held
 
 HOLD = """

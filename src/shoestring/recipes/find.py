@@ -29,7 +29,7 @@ from shoestring.runlog import read_config
 
 HERE = Path(__file__).parent
 _CORE = "shoestring.recipes."
-HELPERS = ("__init__", "find")  # files that are not recipes
+HELPERS = ("__init__", "find", "settings", "shrink_run", "encoders")  # files that are not recipes
 
 
 def builtin_recipes() -> dict[str, Path]:

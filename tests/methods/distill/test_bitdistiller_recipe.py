@@ -95,7 +95,7 @@ def test_a_stopped_run_goes_on_in_its_stage(
         assert why in cli(f"resume={name}", argument, fails=True)
     assert (here / name / "config.json").read_text() == saved and not (here / "elsewhere").exists()
     with monkeypatch.context() as patch:  # and once more when the model is saved, but not the report
-        patch.setattr("shoestring.shrink.shrink_run.write_report", dying(0, print))
+        patch.setattr("shoestring.recipes.shrink_run.write_report", dying(0, print))
         assert run_cli(["run", "shrink/bitdistiller", f"resume={name}"]) != 0
     assert (here / name / "model").exists()
     (here / name / "model/quantization.json").unlink()

@@ -23,13 +23,13 @@ from shoestring.methods.distill.cakld import Cakld
 from shoestring.methods.distill.lowbit_best import Config
 from shoestring.methods.distill.stages import BestSettings, micro_of, part_of
 from shoestring.model import load_model
+from shoestring.recipes.shrink_run import run_once
 from shoestring.runlog import RunLog, read_jsonl
 from shoestring.shrink import blockwise
 from shoestring.shrink.blockwise import Blockwise, train_blocks
 from shoestring.shrink.calibrate import Calibration, walk
 from shoestring.shrink.clip import Clip
 from shoestring.shrink.qat import FallingRates, Rates, clip_weights, read_grids, relative_adamw
-from shoestring.shrink.shrink_run import run_once
 from shoestring.train.step import Run
 from tiny import loud_model, tokens
 
@@ -123,7 +123,7 @@ def test_a_stopped_run_goes_on_in_its_stage(
             patch.setattr(Cakld, "__call__", dying(9, Cakld.__call__))
         assert f"resume={name}" in cli(*BEST, f"run={name}", fails=True)
     with monkeypatch.context() as patch:  # and once more when the model is saved, but not the report
-        patch.setattr("shoestring.shrink.shrink_run.write_report", dying(0, print))
+        patch.setattr("shoestring.recipes.shrink_run.write_report", dying(0, print))
         assert run_cli(["run", "shrink/lowbit_best", f"resume={name}"]) != 0
     assert ("resumed from" in capsys.readouterr().out) == (stage == "training")
     cli(f"resume={name}")

@@ -32,9 +32,9 @@ from shoestring.errors import during
 from shoestring.formats.convert import Rule
 from shoestring.methods.distill import stages
 from shoestring.model import load_model, save_model
+from shoestring.recipes.shrink_run import ShrinkRun, run_once
 from shoestring.shrink.clip import Clip
 from shoestring.shrink.qat import build_student
-from shoestring.shrink.shrink_run import ShrinkRun, run_once
 from shoestring.train.batched_formats import BatchedFormats
 from shoestring.train.optim import adamw, constant
 from shoestring.train.step import Run

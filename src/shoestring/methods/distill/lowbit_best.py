@@ -53,11 +53,11 @@ from shoestring.formats.convert import Rule, store_states
 from shoestring.json_files import read_object
 from shoestring.methods.distill import stages
 from shoestring.model import load_model, save_model
+from shoestring.recipes.shrink_run import ShrinkRun, run_once
 from shoestring.runlog import write_atomically
 from shoestring.shrink.clip import Clip
 from shoestring.shrink.mixed_bits import choose_by_damage
 from shoestring.shrink.qat import FallingRates, Rates, build_student, load_grids, relative_adamw
-from shoestring.shrink.shrink_run import ShrinkRun, run_once
 from shoestring.train.batched_formats import BatchedFormats
 from shoestring.train.step import Run
 from shoestring.train.trainer import train

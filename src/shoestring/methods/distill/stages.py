@@ -36,6 +36,7 @@ from shoestring.model import Decoder, load_model, save_model
 from shoestring.model.folder import LoadedModel, read_spec
 from shoestring.model.parallel import ParallelConfig
 from shoestring.model.save import round_rest
+from shoestring.recipes.shrink_run import ShrinkRun, check_start, keep_source, read_rules, report_before_after
 from shoestring.runlog import AS_SAVED, RunLog, check_outputs, open_run_folder, resumable, write_atomically
 from shoestring.serve.engine.sampling import Sampling
 from shoestring.shrink.block_files import BlockFiles
@@ -56,7 +57,6 @@ from shoestring.shrink.quality_gate import (
 )
 from shoestring.shrink.quantize import plan
 from shoestring.shrink.self_text import check_room, generate_text, read_prompts
-from shoestring.shrink.shrink_run import ShrinkRun, check_start, keep_source, read_rules, report_before_after
 from shoestring.shrink.whole_model import EMBED, EMBED_HELP, check_embedding, give_embedding
 from shoestring.state.agreement import on_main
 from shoestring.state.checkpoint import check_steps

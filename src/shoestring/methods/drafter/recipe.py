@@ -32,9 +32,9 @@ from shoestring.evals.model_row import need_tokenizer, ready
 from shoestring.methods.drafter import stages
 from shoestring.methods.drafter.stages import RECIPE
 from shoestring.model import load_model
+from shoestring.recipes.shrink_run import keep_source
 from shoestring.runlog import AS_SAVED, RunLog, open_run_folder, resumable
 from shoestring.shrink.self_text import check_room
-from shoestring.shrink.shrink_run import keep_source
 from shoestring.state.run_lock import hold_run
 
 

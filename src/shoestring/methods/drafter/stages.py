@@ -40,6 +40,7 @@ from shoestring.methods.drafter.training import (
     score_text,
 )
 from shoestring.model import Decoder, LoadedModel
+from shoestring.recipes.shrink_run import check_start
 from shoestring.report import Curves, Section, Series, Text, run_sections, write_report
 from shoestring.runlog import RunLog
 from shoestring.serve import Sampling
@@ -48,7 +49,6 @@ from shoestring.serve.speculative.drafter import Drafter
 from shoestring.serve.speculative.drafter_stack import open_drafter
 from shoestring.serve.speculative.ngram_drafter import NgramDrafter
 from shoestring.shrink.self_text import generate_text
-from shoestring.shrink.shrink_run import check_start
 from shoestring.state.checkpointer import ResumeFrom
 from shoestring.train.data import TokenData, check_pass, rows_per_pass
 from shoestring.train.shards import Corpus, tokenize_corpus

@@ -37,6 +37,7 @@ from shoestring.methods.sparse24.slorb import Slorb
 from shoestring.methods.sparse24.training import check_torch, flip_plots
 from shoestring.model import Decoder, LoadedModel, ModelSpec, Tokenizer, load_model, save_model
 from shoestring.model.parallel import ParallelConfig
+from shoestring.recipes.shrink_run import ShrinkRun, calibration_windows, check_model_given, load_where_it_fits
 from shoestring.report import Curves, Section, Series, Table, Text, eval_table, in_words, run_sections, write_report
 from shoestring.runlog import (
     RunLog,
@@ -51,7 +52,6 @@ from shoestring.shrink.block_files import BlockFiles
 from shoestring.shrink.calibrate import BlockStep, Calibration, walk
 from shoestring.shrink.quality_gate import FORCE_HELP, MAX_HELP, MAX_PERPLEXITY, VERIFY_HELP
 from shoestring.shrink.self_text import PAPER, check_room, generate_text, read_prompts
-from shoestring.shrink.shrink_run import ShrinkRun, calibration_windows, check_model_given, load_where_it_fits
 from shoestring.shrink.whole_model import EMBED_HELP, give_embedding
 from shoestring.state.checkpoint import check_steps
 from shoestring.state.checkpointer import Checkpointer, ResumeFrom

@@ -9,7 +9,7 @@ Run:     shoestring run shrink/ptq model=DIR format=int4:g64 text=some.txt    ca
          shoestring run shrink/ptq model=PRUNED format=sparse24+int4:g32 calib=some.txt   what shrink/prune24 has kept
          shoestring run shrink/ptq resume=RUN        continues at the next block after Ctrl-C or a crash
          shoestring run shrink/ptq model=DIR format=int4 calib=some.txt stream=true      model larger than the GPU
-         shoestring run shrink/ptq model=BERT format=int4:g64 calib=some.txt     an encoder (shrink/encoder_stages.py)
+         shoestring run shrink/ptq model=BERT format=int4:g64 calib=some.txt     an encoder (recipes/encoders.py)
 Needs:   memory for the model in fp32 (CPU) or bf16 (GPU) plus one block's activations (or disk: memory_gb);
          streamed, the device needs room for one block and for the embedding or the output head, and the host for
          the model as it is stored
@@ -25,30 +25,31 @@ Leaves:  a run folder with the packed model/ (or out=), errors per layer in mode
 
 from __future__ import annotations
 
+import json
 import shutil
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from shoestring.config import config_record, to_json
+import torch
+from torch import Tensor
+
+from shoestring.config import config_record, option, to_json
 from shoestring.device import pick_device, pick_dtype
 from shoestring.errors import in_run
-from shoestring.evals.model_row import evaluate_row, text_tokens
-from shoestring.formats import pack
+from shoestring.evals.model_row import check_apart, evaluate_row, text_tokens
+from shoestring.formats import Format, pack
+from shoestring.host.block_offload import check_spill
+from shoestring.model.blocks import BlocksModel
 from shoestring.model.encoder_types import encoder_type
 from shoestring.model.folder import described
 from shoestring.model.save import round_rest
 from shoestring.paths import find_model
-from shoestring.runlog import RunLog, open_run_folder, resumable
-from shoestring.shrink import ptq_stages as stages
-from shoestring.shrink.block_files import BlockFiles
-from shoestring.shrink.blockwise import quantize_blocks
-from shoestring.shrink.encoder_stages import shrink_encoder
-from shoestring.shrink.mixed_bits import check_candidates, read_candidates
-from shoestring.shrink.quality_gate import judge, mean_kl, outlier_table, outliers, predictions, refuse, verify_model
-from shoestring.shrink.quantize import ENDS, plan
-from shoestring.shrink.shrink_run import (
+from shoestring.recipes.encoders import shrink_encoder
+from shoestring.recipes.shrink_run import (
     calibration_windows,
+    check_start,
     error_sections,
     held_out_text,
     keep_source,
@@ -57,21 +58,148 @@ from shoestring.shrink.shrink_run import (
     report_before_after,
     save_quantized,
 )
-from shoestring.shrink.whole_model import with_embedding
+from shoestring.runlog import RunLog, check_outputs, open_run_folder, resumable, write_atomically
+from shoestring.shrink.block_files import BlockFiles
+from shoestring.shrink.blockwise import Blockwise, quantize_blocks
+from shoestring.shrink.calibrate import Calibration
+from shoestring.shrink.clip import Clip
+from shoestring.shrink.gptq import Gptq
+from shoestring.shrink.mixed_bits import MixedBits, check_candidates, choose_by_damage, read_candidates
+from shoestring.shrink.quality_gate import (
+    FORCE_HELP,
+    MAX_HELP,
+    MAX_PERPLEXITY,
+    VERIFY_HELP,
+    judge,
+    mean_kl,
+    outlier_table,
+    outliers,
+    predictions,
+    refuse,
+    verify_model,
+)
+from shoestring.shrink.quantize import ENDS, METHODS, Method, plan, usual_inputs
+from shoestring.shrink.whole_model import EMBED, EMBED_HELP, with_embedding
 from shoestring.state.run_lock import hold_run
+
+# Settings that finished blocks, and the perplexity before, depend on.
+DECIDING = (
+    *("model", "format", "rules", "embed", "method", "calib", "calib_windows", "calib_context", "inputs", "weigh"),
+    *("act_order", "damping", "objective", "dtype"),
+    *("init", "train", "epochs", "train_batch", "lr_weight", "lr_scale", "lr_zero", "lr_norm", "loss"),
+    *("held_out", "seed", "bits_budget", "candidates", "damage_windows", "damage_units"),
+    *("text", "data", "context", "max_tokens"),
+)
+DAMAGE = "damage.jsonl"  # finished trials of bits_budget
 
 
 @dataclass(frozen=True)
-class Config(stages.PtqSettings):
-    """shrink/ptq_stages.py has the settings."""
+class Config:
+    model: str = option("", "a Hugging Face folder, a run folder or a .gguf file; required without resume=")
+    format: str = option("nf3", "for all linear layers: int2 int3 int4 int8 nf2 nf3 nf4 fp3 fp4, with :g128 :s1")
+    rules: str | None = option(None, "instead of format: glob=format;glob=format, the first that matches wins")
+    embed: str = option(EMBED, EMBED_HELP)
+    method: Literal["gptq", "gptq+clip", "gptq+cd", "gptq+clip+cd", "awq", "clip", "rtn", "blockwise"] = option(
+        "gptq+clip", "how weights are chosen; blockwise trains them with their scales and zero points"
+    )
+    calib: str | None = option(
+        None,
+        "calibration text or corpus, several with commas between, or own: what the model writes itself; none: a run's "
+        "own training text, else own; not for rtn",
+    )
+    calib_windows: int = option(32, "windows of calibration text", least=1)
+    calib_context: int = option(512, "tokens in a window", least=1)
+    inputs: Literal["auto", "quantized", "full"] = option(
+        "auto",
+        "what a block sees: outputs of quantized or of full blocks; auto: as published for the method",
+        advanced=True,
+    )
+    weigh: Literal["auto", "token", "square"] = option(
+        "auto",
+        "what a token counts in the statistics: token, all alike; square, by the squares of its inputs, as published; "
+        "auto: token for gptq",
+        advanced=True,
+    )
+    act_order: bool = option(True, "gptq: columns with large inputs first", advanced=True)
+    damping: float = option(0.01, "gptq: added to the Hessian's diagonal, as a part of its mean", advanced=True)
+    objective: Literal["group", "row"] = option(
+        "group", "clip: output error of each group or of the whole row", advanced=True
+    )
+    init: Literal["awq", "clip", "gptq", "gptq+clip", "rtn"] = option(
+        "awq", "blockwise: the method whose grids training starts from", advanced=True
+    )
+    train: Literal["all", "grid"] = option(
+        "all", "blockwise: everything, or scales and zero points only (a learned clip)", advanced=True
+    )
+    epochs: int = option(4, "blockwise: passes over the calibration windows, for every block", least=1, advanced=True)
+    train_batch: int = option(2, "blockwise: windows in a step", least=1, advanced=True)
+    lr_weight: float = option(
+        Blockwise.lr_weight,
+        "blockwise: learning rate of weights, relative to a layer's rounding error",
+        least=0,
+        advanced=True,
+    )
+    lr_scale: float = option(
+        Blockwise.lr_scale,
+        "blockwise: learning rate of scales, relative to a layer's mean scale",
+        least=0,
+        advanced=True,
+    )
+    lr_zero: float = option(
+        Blockwise.lr_zero, "blockwise: learning rate of zero points, in codes", least=0, advanced=True
+    )
+    lr_norm: float = option(
+        Blockwise.lr_norm,
+        "blockwise: learning rate of norms and biases, relative to their size; 0 freezes them",
+        least=0,
+        advanced=True,
+    )
+    held_out: float = option(
+        Blockwise.held_out, "blockwise: share of the windows held out to judge the result", advanced=True
+    )
+    loss: Literal["token", "square"] = option(
+        "token", "blockwise: weigh every token alike, or take plain squares", advanced=True
+    )
+    seed: int = option(0, "blockwise: random seed of the order of the windows", least=0, advanced=True)
+    bits_budget: float | None = option(
+        None, "instead of format: average bits per weight, distributed over the layers by measured damage"
+    )
+    candidates: str = option("int2,int3,int4", "bits_budget: the formats to choose from", advanced=True)
+    damage_windows: int = option(
+        4, "bits_budget: calibration windows that the damage is measured on", least=1, advanced=True
+    )
+    damage_units: Literal["layer", "block"] = option(
+        "layer", "bits_budget: what gets a format of its own", advanced=True
+    )
+    stream: Literal["auto", "true", "false"] = option(
+        "auto",
+        "true: the model stays in the host's memory and one block at a time goes to the device; auto: where the "
+        "whole model would take more than half of the device's free memory",
+        advanced=True,
+    )
+    memory_gb: float = option(4.0, "activations beyond this go to a file", least=0, advanced=True)
+    spill: str | None = option(None, "folder for that file; none: the system's temporary folder", advanced=True)
+    out: str | None = option(None, "folder for the packed model; none puts it into the run folder")
+    dense_out: str | None = option(None, "also write the rounded weights as a dense Hugging Face folder", advanced=True)
+    text: str | None = option(None, "a text file: perplexity before and after; default: the last tenth of calib")
+    data: str | None = option(None, "or a corpus: its validation split. A run is evaluated on its own by default")
+    context: int = option(512, "tokens the model sees at once in the evaluation", least=2, advanced=True)
+    max_tokens: int = option(16384, "tokens of the text to evaluate at most", least=2, advanced=True)
+    verify: Literal["auto", "true", "false"] = option("auto", VERIFY_HELP, advanced=True)
+    max_perplexity: float = option(MAX_PERPLEXITY, MAX_HELP, least=1, advanced=True)
+    force: bool = option(False, FORCE_HELP)
+    dtype: Literal["auto", "fp32", "bf16", "fp16"] = option("auto", "compute precision; auto: bf16 on a GPU")
+    device: str = option("auto", "auto, cpu, cuda or cuda:1 ...")
+    run: str | None = option(None, "folder for this run; none makes runs/shrink-ptq-DATE")
+    resume: str | None = option(None, "a stopped run folder to continue; its settings are used")
 
 
 def main(cfg: Config) -> Path:
-    stages.check_settings(cfg)
+    check_settings(cfg)
+    method = pick_method(cfg)
     if encoder_type(source := find_model(cfg.model)) is not None:
-        return shrink_encoder(cfg, source)
+        return shrink_encoder(cfg, source, method, pick_calibration(cfg, method, None))
     rules = read_rules(cfg.rules, cfg.format)
-    method = stages.pick_method(cfg)
     candidates = read_candidates(cfg.bits_budget, cfg.candidates, cfg.damage_windows, cfg.rules)
     device = pick_device(cfg.device)
     if (shape := described(cfg.model)) is not None and not candidates:
@@ -90,7 +218,7 @@ def main(cfg: Config) -> Path:
         calib_NT = calibration_windows(loaded, cfg.model, *calib, hold_out=tokens is None)
         if tokens is None and cfg.calib is not None:
             tokens, text = held_out_text(loaded, cfg.calib, cfg.calib_windows, cfg.calib_context)
-    calibration = stages.pick_calibration(cfg, method, onload_device)
+    calibration = pick_calibration(cfg, method, onload_device)
 
     folder = open_run_folder("shrink/ptq", to_json(cfg))
     keep_source(folder, cfg.model)
@@ -123,7 +251,7 @@ def main(cfg: Config) -> Path:
         }
         if candidates:
             assert calib_NT is not None
-            mix = stages.choose_mix(cfg, loaded.model, candidates, calib_NT, calibration, folder, log)
+            mix = choose_mix(cfg, loaded.model, candidates, calib_NT, calibration, folder, log)
             rules = with_embedding(mix.rules, cfg.embed, loaded.model)
             notes["mixed_bits"] = mix.to_json()
         report = quantize_blocks(loaded.model, rules, method, calib_NT, calibration, files, log)
@@ -144,5 +272,62 @@ def main(cfg: Config) -> Path:
         tables.append(outlier_table(outliers(report.layers)))
         report_before_after("shrink/ptq", log, folder, out, plots=plots, tables=tables)
         shutil.rmtree(files.folder, ignore_errors=True)
-        (folder / stages.DAMAGE).unlink(missing_ok=True)  # mixed_bits.json holds the result
+        (folder / DAMAGE).unlink(missing_ok=True)  # mixed_bits.json holds the result
     return folder
+
+
+# -- stages -------------------------------------------------------------------------------------------------
+
+
+def check_settings(cfg: Config) -> None:
+    """The checks that need no model."""
+    settings = to_json(cfg)
+    check_start(settings, DECIDING)
+    check_outputs(settings, "out", "dense_out")
+    check_spill(cfg.spill)
+    check_apart(settings, "calib")
+
+
+def pick_calibration(cfg: Config, method: Method | Blockwise, onload_device: torch.device | None) -> Calibration:
+    weigh = cfg.weigh if cfg.weigh != "auto" else "token" if isinstance(method, Gptq) else "square"
+    found = Calibration(memory_gb=cfg.memory_gb, folder=cfg.spill, onload_device=onload_device, weigh=weigh)
+    if cfg.inputs != "auto":
+        return replace(found, inputs=cfg.inputs)
+    return found if isinstance(method, Blockwise) else replace(found, inputs=usual_inputs(method))
+
+
+def pick_method(cfg: Config) -> Method | Blockwise:
+    if cfg.method == "blockwise":
+        return Blockwise(
+            init=cfg.init, train=cfg.train, epochs=cfg.epochs, batch=cfg.train_batch, lr_weight=cfg.lr_weight,
+            lr_scale=cfg.lr_scale, lr_zero=cfg.lr_zero, lr_norm=cfg.lr_norm, held_out=cfg.held_out, loss=cfg.loss,
+            seed=cfg.seed,
+        )  # fmt: skip
+    clip = Clip(objective=cfg.objective)
+    method = METHODS[cfg.method]
+    if isinstance(method, Gptq):
+        with_clip = None if method.clip is None else clip
+        return replace(method, damping=cfg.damping, act_order=cfg.act_order, clip=with_clip)
+    return clip if cfg.method == "clip" else method
+
+
+def choose_mix(
+    cfg: Config,
+    model: BlocksModel,
+    candidates: list[Format],
+    calib_NT: Tensor,
+    calibration: Calibration,
+    folder: Path,
+    log: RunLog,
+) -> MixedBits:
+    """Choose the formats of bits_budget, and write mixed_bits.json."""
+    assert cfg.bits_budget is not None
+    some = calib_NT[:: max(1, len(calib_NT) // cfg.damage_windows)][: cfg.damage_windows]
+    options: dict[str, Any] = {"units": cfg.damage_units, "calibration": calibration}
+    title = f"damage by {cfg.damage_units}"
+    mix = choose_by_damage(model, candidates, cfg.bits_budget, some, log, title, folder / DAMAGE, **options)
+    counts = Counter(o.format.label for o in mix.chosen)
+    said = ", ".join(f"{n} x {label}" for label, n in counts.items())
+    log.say(f"{mix.bits_per_weight:.3f} of {cfg.bits_budget} bits per weight: {said}")
+    write_atomically(folder / "mixed_bits.json", json.dumps(mix.to_json(), indent=1) + "\n")
+    return mix

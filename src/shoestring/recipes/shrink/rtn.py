@@ -27,6 +27,7 @@ from shoestring.model.encoder_types import encoder_type
 from shoestring.model.folder import described
 from shoestring.model.save import round_rest
 from shoestring.paths import find_model
+from shoestring.recipes.shrink_run import read_rules, report_before_after
 from shoestring.runlog import RunLog, check_outputs, check_run_folder, open_run_folder
 from shoestring.shrink.quality_gate import (
     FORCE_HELP,
@@ -40,7 +41,6 @@ from shoestring.shrink.quality_gate import (
     verify_model,
 )
 from shoestring.shrink.quantize import HEADS
-from shoestring.shrink.shrink_run import read_rules, report_before_after
 from shoestring.shrink.whole_model import EMBED, EMBED_HELP, with_embedding
 
 

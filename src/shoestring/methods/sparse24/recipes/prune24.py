@@ -40,9 +40,9 @@ from shoestring.methods.sparse24.retrain import gather
 from shoestring.methods.sparse24.stages import RECIPE
 from shoestring.model import Decoder, load_model
 from shoestring.model.folder import LoadedModel, read_spec
+from shoestring.recipes.shrink_run import ShrinkRun, keep_source, run_once
 from shoestring.runlog import AS_SAVED, RunLog, open_run_folder, resumable
 from shoestring.shrink.quality_gate import judge, refuse, set_aside, verify_model
-from shoestring.shrink.shrink_run import ShrinkRun, keep_source, run_once
 from shoestring.shrink.whole_model import check_embedding
 from shoestring.state.agreement import on_main
 from shoestring.state.run_lock import hold_run

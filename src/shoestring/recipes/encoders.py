@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -35,18 +35,20 @@ from shoestring.model.encoder_types import IMAGE_TYPES, encoder_type
 from shoestring.model.module_blocks import ModuleBlocks
 from shoestring.model.save import round_rest
 from shoestring.model.tokenizer import Tokenizer
+from shoestring.recipes.shrink_run import error_sections, keep_source, read_rules
 from shoestring.report import Text, eval_table, run_sections, write_report
 from shoestring.runlog import RunLog, open_run_folder, resumable, write_atomically
 from shoestring.serve.engine.encoder import EncoderRunner, folder_pooling, text_encoder
-from shoestring.shrink import ptq_stages
 from shoestring.shrink.block_files import BlockFiles
-from shoestring.shrink.blockwise import quantize_blocks
-from shoestring.shrink.calibrate import windows
+from shoestring.shrink.blockwise import Blockwise, quantize_blocks
+from shoestring.shrink.calibrate import Calibration, windows
 from shoestring.shrink.quality_gate import judge, outlier_table, outliers, refuse
-from shoestring.shrink.quantize import plan
-from shoestring.shrink.shrink_run import error_sections, keep_source, read_rules
+from shoestring.shrink.quantize import Method, plan
 from shoestring.state.run_lock import hold_run
 from shoestring.state.tensor_files import TensorFiles
+
+if TYPE_CHECKING:
+    from shoestring.recipes.shrink.ptq import Config
 
 MIN_SIMILARITY = 0.5
 HELD_OUT = 8  # one input in so many judges
@@ -80,17 +82,16 @@ SENTENCES = (
 )
 
 
-def shrink_encoder(cfg: ptq_stages.PtqSettings, source: Path) -> Path:
+def shrink_encoder(cfg: Config, source: Path, method: Method | Blockwise, calibration: Calibration) -> Path:
     """The whole recipe; `source` is the folder of the encoder."""
     check_settings(cfg, source)
-    method, device = ptq_stages.pick_method(cfg), pick_device(cfg.device)
+    device = pick_device(cfg.device)
     inputs = read_inputs(cfg, source)
     model = load_encoder_module(source, device, pick_dtype(cfg.dtype, device))
     blocks = ModuleBlocks(model, blocks_of(model))
     rules = block_rules(read_rules(cfg.rules, cfg.format))
     plan(blocks, rules)
     held, calib = inputs[::HELD_OUT], inputs[torch.arange(len(inputs)) % HELD_OUT != 0]
-    calibration = ptq_stages.pick_calibration(cfg, method, None)
     folder = open_run_folder(RECIPE, to_json(cfg))
     keep_source(folder, source)
     files = BlockFiles(folder / "blocks")
@@ -137,8 +138,8 @@ def shrink_encoder(cfg: ptq_stages.PtqSettings, source: Path) -> Path:
     return folder
 
 
-def check_settings(cfg: ptq_stages.PtqSettings, source: Path) -> None:
-    usual = ptq_stages.PtqSettings()
+def check_settings(cfg: Config, source: Path) -> None:
+    usual = type(cfg)()
     for key in ("text", "data", "bits_budget", "dense_out"):
         if getattr(cfg, key) != getattr(usual, key):
             raise UserError(f"{key}= is for models that predict tokens, and {source} is an encoder: leave it out")
@@ -159,7 +160,7 @@ def is_image(source: Path) -> bool:
     return encoder_type(source) in IMAGE_TYPES
 
 
-def read_inputs(cfg: ptq_stages.PtqSettings, source: Path) -> Tensor:
+def read_inputs(cfg: Config, source: Path) -> Tensor:
     """What the encoder reads, [N, ...], two or more."""
     fields = Fields(read_object(source / "config.json"), str(source / "config.json"))
     if cfg.calib is None:
