@@ -12,6 +12,7 @@ import pytest
 from shoestring.config import (
     Retired,
     apply_overrides,
+    deciding,
     describe,
     from_json,
     option,
@@ -190,6 +191,41 @@ def test_what_users_change_first_is_listed_first() -> None:
     assert [row.key for row in rows if row.advanced] == ["rarely", "sometimes", "group.inner"]
     assert [row.advanced for row in rows] == [False] * 4 + [True] * 3
     assert apply_overrides(Mine, ["model=m", "rarely=4", "group.inner=5"]) == Mine("m", 4, Group(5))
+
+
+@dataclass(frozen=True)
+class Training:
+    steps: int = option(100, "optimizer steps", least=1, deciding=False)
+    batch: int = option(16, "rows per step", least=1, advanced=True, deciding=True)
+    seed: int = option(0, "random seed")
+
+
+@dataclass(frozen=True)
+class Longer(Training):
+    steps: int = option(800)
+    batch: int = option(8, "rows", advanced=False)
+
+
+@dataclass(frozen=True)
+class Masked:
+    seed: int = option(1, deciding=False)
+
+
+@dataclass(frozen=True)
+class Both(Masked, Longer):
+    pass
+
+
+def test_an_option_is_declared_once_and_a_class_says_what_differs() -> None:
+    assert {row.key: (row.default, row.help, row.advanced) for row in describe(Both)} == {
+        "steps": ("800", "optimizer steps", False),
+        "batch": ("8", "rows", False),
+        "seed": ("1", "random seed", False),
+    }
+    with pytest.raises(UserError, match="give 1 or more"):
+        apply_overrides(Both, ["steps=0"])
+    assert deciding(Training) == deciding(Longer) == ["batch", "seed"] and deciding(Both) == ["batch"]
+    assert deciding(Training, unless_said=False) == ["batch"]
 
 
 def test_a_saved_config_is_typed_and_ranged_like_a_command() -> None:

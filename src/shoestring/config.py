@@ -32,10 +32,22 @@ _FOLDERS = ("run", "resume")  # listed behind the settings that say what is made
 _MISSING: Any = dataclasses.MISSING
 
 
-def option(default: Any = _MISSING, help: str = "", *, least: float | None = None, advanced: bool = False) -> Any:
+def option(
+    default: Any = _MISSING,
+    help: str | None = None,
+    *,
+    least: float | None = None,
+    advanced: bool | None = None,
+    deciding: bool | None = None,
+) -> Any:
     """A dataclass field with a help text; without a default the key must be given. `least`: of a number. `advanced`:
-    most users leave it as it is, so it is listed behind the others."""
-    about = {"help": help, "least": least, "advanced": advanced}
+    most users leave it as it is, so it is listed behind the others. `deciding`: whether what a stopped run has done
+    depends on it, so that a resumed run may not change it.
+
+    An option that a base class has already needs only what differs: `batch: int = option(128)` keeps its text.
+    """
+    about = {"help": help, "least": least, "advanced": advanced, "deciding": deciding}
+    about = {key: value for key, value in about.items() if value is not None}
     if dataclasses.is_dataclass(default) and not isinstance(default, type):
         return dataclasses.field(default_factory=lambda: default, metadata=about)
     return dataclasses.field(default=default, metadata=about)
@@ -180,7 +192,7 @@ def from_json(cls: type[T], values: dict[str, Any]) -> T:
         if (gone := retired.get(f"{key}={value}")) is not None:
             raise UserError(f"{key}={value} in the saved config.json is retired: {gone.instead}; change it there")
         built[key] = _typed(hints[key], value, key)
-        _check_least(fields[key], built[key], key)
+        _check_least(cls, fields[key], built[key], key)
     for key, f in fields.items():
         if key not in built and _default(f) is _MISSING:
             raise UserError(f"the saved config has no {shown(key)}; it is damaged, start a new run")
@@ -193,15 +205,25 @@ def describe(cls: type, start: Any = _MISSING) -> list[Option]:
     class."""
     hints, rows = typing.get_type_hints(cls), []
     for f in dataclasses.fields(_as_dataclass(cls)):
-        hint, default = hints[f.name], _default(f) if start is _MISSING else getattr(start, f.name)
+        hint, default, about = (
+            hints[f.name],
+            _default(f) if start is _MISSING else getattr(start, f.name),
+            _about(cls, f),
+        )
         if dataclasses.is_dataclass(hint):
             nested = describe(typing.cast(type, hint), default)
             rows += [
-                row._replace(key=f"{f.name}.{row.key}", help=row.help or _help(f), advanced=True) for row in nested
+                row._replace(key=f"{f.name}.{row.key}", help=row.help or about.help, advanced=True) for row in nested
             ]
         else:
-            rows.append(Option(f.name, type_name(hint), _show(default), _help(f), bool(f.metadata.get("advanced"))))
+            rows.append(Option(f.name, type_name(hint), _show(default), about.help, about.advanced))
     return sorted(rows, key=lambda row: (row.default != REQUIRED, row.advanced, "." in row.key, row.key in _FOLDERS))
+
+
+def deciding(cls: type, *, unless_said: bool = True) -> list[str]:
+    """The settings that a resumed run may not change; `unless_said`: whether those without the flag are among them."""
+    fields = dataclasses.fields(_as_dataclass(cls))
+    return [f.name for f in fields if (unless_said if (said := _about(cls, f).deciding) is None else said)]
 
 
 def type_name(hint: Any) -> str:
@@ -296,17 +318,17 @@ def _build(cls: Any, given: dict[str, str], prefix: str, start: Any = _MISSING) 
             values[f.name] = _build(hint, given, key + ".", default)
         elif key in given:
             values[f.name] = parse_value(hint, given[key], key)
-            _check_least(f, values[f.name], key)
+            _check_least(cls, f, values[f.name], key)
         elif default is _MISSING:
-            about = f" ({_help(f)})" if _help(f) else ""
-            raise UserError(f"{key}=... is required{about}; add it to the command")
+            text = _about(cls, f).help
+            raise UserError(f"{key}=... is required{f' ({text})' if text else ''}; add it to the command")
         else:
             values[f.name] = default
     return cls(**values)
 
 
-def _check_least(f: dataclasses.Field[Any], value: Any, key: str) -> None:
-    least = f.metadata.get("least")
+def _check_least(cls: type, f: dataclasses.Field[Any], value: Any, key: str) -> None:
+    least = _about(cls, f).least
     if least is not None and value is not None and value < least:
         raise UserError(f"{key}={shown(value)} is not possible; give {least:g} or more")
 
@@ -376,8 +398,22 @@ def _default(f: dataclasses.Field[Any]) -> Any:
     return f.default if factory is _MISSING else factory()
 
 
-def _help(f: dataclasses.Field[Any]) -> str:
-    return str(f.metadata.get("help", ""))
+class _About(NamedTuple):
+    """What the declarations of an option say."""
+
+    help: str = ""
+    least: float | None = None
+    advanced: bool = False
+    deciding: bool | None = None
+
+
+def _about(cls: type, f: dataclasses.Field[Any]) -> _About:
+    """Bases first: what a class does not say of an option holds as its bases have it."""
+    said: dict[str, Any] = {}
+    for base in reversed(cls.__mro__):
+        if (declared := vars(base).get("__dataclass_fields__", {}).get(f.name)) is not None:
+            said |= declared.metadata
+    return _About(**said)
 
 
 def _show(value: Any) -> str:

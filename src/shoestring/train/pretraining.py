@@ -50,15 +50,17 @@ VALIDATION_STEPS = 4
 class ModelConfig:
     init_from: str | None = option(None, "Hugging Face folder, run or .gguf to continue from; none starts from scratch")
     size: Literal["tiny", "small", "gpt2-124m", "gpt2-774m", "llama-350m", "llama-1b"] = option(
-        "tiny", "shape of the model"
+        "tiny", "shape of the model", deciding=True
     )
-    d_model: int | None = option(None, "width, instead of the size's", least=1, advanced=True)
-    num_layers: int | None = option(None, "blocks, instead of the size's", least=1, advanced=True)
-    num_heads: int | None = option(None, "query heads, instead of the size's", least=1, advanced=True)
-    num_kv_heads: int | None = option(None, "key/value heads, instead of the size's", least=1, advanced=True)
-    d_ff: int | None = option(None, "feed-forward width, instead of the size's", least=1, advanced=True)
+    d_model: int | None = option(None, "width, instead of the size's", least=1, advanced=True, deciding=True)
+    num_layers: int | None = option(None, "blocks, instead of the size's", least=1, advanced=True, deciding=True)
+    num_heads: int | None = option(None, "query heads, instead of the size's", least=1, advanced=True, deciding=True)
+    num_kv_heads: int | None = option(
+        None, "key/value heads, instead of the size's", least=1, advanced=True, deciding=True
+    )
+    d_ff: int | None = option(None, "feed-forward width, instead of the size's", least=1, advanced=True, deciding=True)
     act: Literal["swiglu", "geglu", "geglu_tanh"] | None = option(
-        None, "gate of the feed-forward layers; none: swiglu, and plain GELU for gpt2-*", advanced=True
+        None, "gate of the feed-forward layers; none: swiglu, and plain GELU for gpt2-*", advanced=True, deciding=True
     )
 
 

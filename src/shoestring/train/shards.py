@@ -81,7 +81,9 @@ class CorpusConfig:
     )
     max_mb: float | None = option(100.0, "read at most this many megabytes of the corpus; none reads all", least=0.001)
     tokenizer: str | None = option(None, "folder or tokenizer.json to use; none trains a BPE on the corpus")
-    vocab_size: int = option(4096, "vocabulary of the tokenizer that is trained", least=257)  # 256 bytes, end of text
+    vocab_size: int = option(  # 256 bytes, end of text
+        4096, "vocabulary of the tokenizer that is trained", least=257, deciding=True
+    )
 
 
 def load_corpus(cfg: CorpusConfig, init_from: str | None = None, progress: OpenProgressBar | None = None) -> Corpus:

@@ -43,10 +43,9 @@ from shoestring.train.trainer import train
 
 @dataclass(frozen=True)
 class Config(stages.LowbitSettings):
-    batch: int = option(128, "rows per step over all ranks", least=1)
+    batch: int = option(128)
     calib_windows: int = option(128, "windows of the training text for the clip search; 0 does not clip", least=0)
     search: Literal["full", "alternate"] = option("full", "clip: 100 pairs as published, or 19 trials", advanced=True)
-    teacher: Literal["live", "cached"] = option("live", "live: runs beside the student; cached: its top-k is on disk")
     range_gradient: bool = option(
         True, "as published: the ends of a group also get the scale's gradient", advanced=True
     )

@@ -22,20 +22,28 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from shoestring.config import config_record, option, to_json
+from shoestring.config import config_record, deciding, option, to_json
 from shoestring.device import pick_dtype
 from shoestring.errors import UserError, during, in_run
 from shoestring.evals.model_row import check_apart, evaluate_row, need_tokenizer, read_tokens
 from shoestring.formats import Dense, Format, packed_state, parse_format
 from shoestring.formats.convert import Rule, format_linear
 from shoestring.json_files import Fields, read_object
-from shoestring.mesh import Mesh, MeshConfig, open_mesh
+from shoestring.mesh import Mesh, open_mesh
 from shoestring.methods.distill.cakld import CachedCakld, Cakld, check_gamma, teacher_confidence
 from shoestring.methods.distill.range_gradient import with_range_gradient
 from shoestring.model import Decoder, load_model, save_model
 from shoestring.model.folder import LoadedModel, read_spec
 from shoestring.model.parallel import ParallelConfig
 from shoestring.model.save import round_rest
+from shoestring.recipes.settings import (
+    FormatSettings,
+    GateSettings,
+    MixSettings,
+    RanksSettings,
+    SourceSettings,
+    TrainSettings,
+)
 from shoestring.recipes.shrink_run import ShrinkRun, check_start, keep_source, read_rules, report_before_after
 from shoestring.runlog import AS_SAVED, RunLog, check_outputs, open_run_folder, resumable, write_atomically
 from shoestring.serve.engine.sampling import Sampling
@@ -45,44 +53,27 @@ from shoestring.shrink.calibrate import Calibration, walk, windows
 from shoestring.shrink.clip import Clip
 from shoestring.shrink.mixed_bits import check_candidates, read_candidates
 from shoestring.shrink.qat import build_teacher, clip_weights, coarsest, learned_rules, read_grids, save_grids
-from shoestring.shrink.quality_gate import (
-    FORCE_HELP,
-    MAX_HELP,
-    MAX_PERPLEXITY,
-    VERIFY_HELP,
-    judge,
-    refuse,
-    set_aside,
-    verify_model,
-)
+from shoestring.shrink.quality_gate import judge, refuse, set_aside, verify_model
 from shoestring.shrink.quantize import plan
 from shoestring.shrink.self_text import check_room, generate_text, read_prompts
-from shoestring.shrink.whole_model import EMBED, EMBED_HELP, check_embedding, give_embedding
+from shoestring.shrink.whole_model import check_embedding, give_embedding
 from shoestring.state.agreement import on_main
 from shoestring.state.checkpoint import check_steps
-from shoestring.state.checkpointer import Checkpointer, ResumeFrom
+from shoestring.state.checkpointer import Checkpointer
 from shoestring.state.run_lock import hold_run
 from shoestring.train.cuda_graph import GraphedForwardBackward
 from shoestring.train.data import TokenData, check_pass, rows_per_pass
 from shoestring.train.shards import Corpus, tokenize_corpus
 from shoestring.train.teacher_cache import TeacherCache, build_cache, one_epoch
 
-# What a resumed run may change; finished stages depend on everything else.
-FREE = (
-    *("run", "resume", "resume_from", "device", "mesh", "micro", "recompute", "compile", "log_every", "save_every"),
-    *("steps", "out", "verify", "max_perplexity", "force"),
-)
 USUAL_MICRO = 8
 # Folders that a finished run does not need.
 STAGES = ("clipped", "teacher", "tokens", "checkpoints", "blocks")
 
 
 @dataclass(frozen=True)
-class LowbitSettings:
-    model: str = option("", "a Hugging Face folder, a run folder or a .gguf file; required without resume=")
+class LowbitSettings(GateSettings, RanksSettings, TrainSettings, FormatSettings, SourceSettings):
     format: str = option("int2:g64", "for all linear layers: int2 int3 int4 nf2 nf3 nf4, with :g128 :s1")
-    rules: str | None = option(None, "instead of format: glob=format;glob=format, the first that matches wins")
-    embed: str = option(EMBED, EMBED_HELP)
     prompts: str | None = option(None, "text or .jsonl of prompts; the model itself writes the training text")
     num_prompts: int = option(3000, "prompts to complete at most", least=1)
     max_new: int = option(1024, "tokens of a completion at most", least=1, advanced=True)
@@ -96,49 +87,28 @@ class LowbitSettings:
     gamma: float | None = option(
         None, "weight of the reverse divergence; none: the full model's confidence", advanced=True
     )
-    steps: int = option(200, "optimizer steps end to end", least=1)
-    batch: int = option(32, "rows per step over all ranks", least=1)
-    context: int = option(1024, "tokens per row", least=1)
-    micro: int | None = option(
-        USUAL_MICRO,
-        "rows per forward pass on one rank (8: or fewer, as the batch divides); none: all at once",
-        least=1,
-        advanced=True,
+    teacher: Literal["live", "cached"] = option(
+        "live", "live: the full model runs beside the student; cached: its top-k is on disk"
     )
-    clip: float = option(1.0, "largest gradient norm; 0 is off", least=0, advanced=True)
-    seed: int = option(0, "random seed of the text and the order of the data", least=0)
+    steps: int = option(200, "optimizer steps end to end")
+    batch: int = option(32)
+    micro: int | None = option(
+        USUAL_MICRO, "rows per forward pass on one rank (8: or fewer, as the batch divides); none: all at once"
+    )
+    seed: int = option(0, "random seed of the text and the order of the data")
     text: str | None = option(None, "a text file: perplexity before and after; not the training text")
     eval_context: int = option(1024, "tokens the model sees at once in the evaluation", least=2, advanced=True)
     eval_tokens: int = option(16384, "tokens of the text to evaluate at most", least=2, advanced=True)
-    verify: Literal["auto", "true", "false"] = option("auto", VERIFY_HELP, advanced=True)
-    max_perplexity: float = option(MAX_PERPLEXITY, MAX_HELP, least=1, advanced=True)
-    force: bool = option(False, FORCE_HELP)
-    dtype: Literal["auto", "fp32", "bf16"] = option("auto", "compute precision, masters are fp32")
-    device: str = option("auto", "auto, cpu, cuda or cuda:1 ...")
-    recompute: bool = option(False, "keep one activation per block: less memory, more time", advanced=True)
-    compile: Literal["off", "blocks"] = option("off", "torch.compile each block", advanced=True)
-    mesh: MeshConfig = option(MeshConfig(), "how processes share the training")
-    log_every: int = option(5, "steps between lines of metrics.jsonl", least=1, advanced=True)
-    save_every: int = option(50, "steps between checkpoints; 0 saves only on Ctrl-C", least=0)
-    out: str | None = option(None, "folder for the packed model; none puts it into the run folder")
-    run: str | None = option(None, "folder for this run; none makes one under runs/")
-    resume: str | None = option(None, "a stopped run folder to continue; its settings are used")
-    resume_from: ResumeFrom = option(
-        "newest", "previous: from the checkpoint before the newest, which is set aside", advanced=True
-    )
+    compile: Literal["off", "blocks"] = option("off", "torch.compile each block")
+    log_every: int = option(5)
+    save_every: int = option(50)
 
 
 @dataclass(frozen=True)
-class BestSettings(LowbitSettings):
+class BestSettings(MixSettings, LowbitSettings):
     """Of shrink/lowbit_best."""
 
-    bits_budget: float | None = option(
-        None, "bits per weight at most, metadata included: each layer gets one of the candidates, by damage"
-    )
-    candidates: str = option("int2:g64,int3:g64,int4:g64", "bits_budget: the formats to choose from", advanced=True)
-    damage_windows: int = option(
-        4, "bits_budget: rows of the training text that damage is measured on", least=1, advanced=True
-    )
+    candidates: str = option("int2:g64,int3:g64,int4:g64")
     windows: int | None = option(
         None, "rows of the training text for the block-wise stage, 0: none; none: by the bits", least=0, advanced=True
     )
@@ -155,14 +125,11 @@ class BestSettings(LowbitSettings):
     epochs: int = option(4, "passes of the block-wise stage over its rows", least=1, advanced=True)
     block_batch: int = option(4, "rows in a step of the block-wise stage", least=1, advanced=True)
     memory_gb: float = option(8.0, "activations beyond this go to a file", least=0, advanced=True)
-    teacher: Literal["live", "cached"] = option(
-        "live", "live: the full model runs beside the student; cached: its top-k is on disk"
-    )
     gamma: float | None = option(
-        0.0, "weight of the reverse divergence; none: the full model's confidence, as BitDistiller's", advanced=True
+        0.0, "weight of the reverse divergence; none: the full model's confidence, as BitDistiller's"
     )
-    batch: int = option(8, "rows per step over all ranks", least=1)
-    steps: int = option(800, "optimizer steps end to end", least=1)
+    batch: int = option(8)
+    steps: int = option(800)
     lr_weight: float = option(
         5e-3, "learning rate of weights, relative to a layer's root mean square; 0 freezes them", least=0, advanced=True
     )
@@ -191,7 +158,7 @@ class BestSettings(LowbitSettings):
 def check(cfg: LowbitSettings) -> list[Rule]:
     """The rules, after the checks that need neither layers nor rows."""
     settings = to_json(cfg)
-    check_start(settings, [key for key in settings if key not in FREE])
+    check_start(settings, deciding(type(cfg)))
     if cfg.resume is not None:
         check_steps(cfg.steps, Path(cfg.resume))
     rules: list[Rule] = read_rules(cfg.rules, cfg.format)

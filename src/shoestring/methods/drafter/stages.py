@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from shoestring.config import option, to_json
+from shoestring.config import deciding, option, to_json
 from shoestring.errors import UserError
 from shoestring.evals.model_row import corpus_of_run, need_tokenizer
 from shoestring.mesh import Mesh
@@ -40,6 +40,7 @@ from shoestring.methods.drafter.training import (
     score_text,
 )
 from shoestring.model import Decoder, LoadedModel
+from shoestring.recipes.settings import ScheduleSettings, SourceSettings, TrainSettings
 from shoestring.recipes.shrink_run import check_start
 from shoestring.report import Curves, Section, Series, Text, run_sections, write_report
 from shoestring.runlog import RunLog
@@ -49,19 +50,16 @@ from shoestring.serve.speculative.drafter import Drafter
 from shoestring.serve.speculative.drafter_stack import open_drafter
 from shoestring.serve.speculative.ngram_drafter import NgramDrafter
 from shoestring.shrink.self_text import generate_text
-from shoestring.state.checkpointer import ResumeFrom
 from shoestring.train.data import TokenData, check_pass, rows_per_pass
 from shoestring.train.shards import Corpus, tokenize_corpus
 from shoestring.train.teacher_cache import ScalarCache, TeacherCache
 
 RECIPE = "shrink/drafter"
 RESIDENT_BYTES = 8e9  # scores up to this size stay on the GPU
-# DrafterSettings that finished stages do not depend on.
-FREE = ("device", "save_every", "eval_every", "run", "resume", "resume_from")
 
 
 @dataclass(frozen=True)
-class DrafterSettings:
+class DrafterSettings(ScheduleSettings, TrainSettings, SourceSettings):
     model: str = option(
         "", "the model to speed up: a Hugging Face folder, a run folder or a .gguf file; required without resume="
     )
@@ -95,28 +93,21 @@ class DrafterSettings:
     fraction: float = option(0.4, "adaspec: share of the tokens that counts", advanced=True)
     on_policy: float = option(0.0, "share of micro-batches whose text the drafter writes itself, 0 to 1", advanced=True)
     k: int = option(64, "tokens of the model's distribution that are kept", least=1, advanced=True)
-    steps: int = option(1000, "optimizer steps", least=1)
+    steps: int = option(1000, deciding=True)
     reference_steps: int | None = option(
         None, "adaspec: steps of the reference; none: as many as the drafter", least=1, advanced=True
     )
-    batch: int = option(16, "rows per step", least=1)
-    micro: int | None = option(None, "rows per forward pass, to save memory; none: all at once", least=1, advanced=True)
-    context: int = option(256, "tokens per row", least=1)
-    lr: float = option(1e-3, "peak learning rate; cosine to a tenth", least=0)
-    warmup: int = option(50, "steps of linear warm-up", least=0)
-    seed: int = option(0, "random seed of the weights, the order of the rows and the text", least=0)
+    batch: int = option(16, "rows per step")
+    micro: int | None = option(None, "rows per forward pass, to save memory; none: all at once", deciding=True)
+    context: int = option(256)
+    lr: float = option(1e-3, "peak learning rate; cosine to a tenth")
+    seed: int = option(0, "random seed of the weights, the order of the rows and the text")
     held_out: int = option(16, "prompts held out for measuring", least=1, advanced=True)
     num_drafts: int = option(4, "drafts per step when acceptance is measured", least=1, advanced=True)
     eval_tokens: int = option(64, "tokens written after each held-out prompt", least=1, advanced=True)
     dtype: Literal["auto", "fp32", "bf16"] = option("auto", "compute precision; auto: bf16 on a GPU")
-    device: str = option("auto", "auto, cpu, cuda or cuda:1 ...")
-    save_every: int = option(200, "steps between checkpoints; 0: only at the end and on Ctrl-C", least=0)
-    eval_every: int = option(100, "steps between evaluations of the validation split; 0 is off", least=0)
-    run: str | None = option(None, "folder for this run; none makes runs/shrink-drafter-DATE")
-    resume: str | None = option(None, "a stopped run folder to continue; its settings are used")
-    resume_from: ResumeFrom = option(
-        "newest", "previous: from the checkpoint before the newest, which is set aside", advanced=True
-    )
+    save_every: int = option(200, "steps between checkpoints; 0: only at the end and on Ctrl-C")
+    eval_every: int = option(100, "steps between evaluations of the validation split; 0 is off")
 
     @property
     def shape(self) -> DrafterShape:
@@ -137,7 +128,7 @@ class DrafterSettings:
 
 def check(cfg: DrafterSettings) -> None:
     settings = to_json(cfg)
-    check_start(settings, [key for key in settings if key not in FREE])
+    check_start(settings, deciding(type(cfg)))
     pick_loss(cfg.loss)
     if not 0 <= cfg.on_policy <= 1 or not 0 < cfg.fraction <= 1:
         raise UserError(

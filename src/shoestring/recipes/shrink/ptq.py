@@ -35,7 +35,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from shoestring.config import config_record, option, to_json
+from shoestring.config import config_record, deciding, option, to_json
 from shoestring.device import pick_device, pick_dtype
 from shoestring.errors import in_run
 from shoestring.evals.model_row import check_apart, evaluate_row, text_tokens
@@ -47,6 +47,17 @@ from shoestring.model.folder import described
 from shoestring.model.save import round_rest
 from shoestring.paths import find_model
 from shoestring.recipes.encoders import shrink_encoder
+from shoestring.recipes.settings import (
+    CalibSettings,
+    DenseOutSettings,
+    EvalSettings,
+    FormatSettings,
+    GateSettings,
+    MixSettings,
+    OffloadSettings,
+    ResumeSettings,
+    SourceSettings,
+)
 from shoestring.recipes.shrink_run import (
     calibration_windows,
     check_start,
@@ -65,40 +76,26 @@ from shoestring.shrink.calibrate import Calibration
 from shoestring.shrink.clip import Clip
 from shoestring.shrink.gptq import Gptq
 from shoestring.shrink.mixed_bits import MixedBits, check_candidates, choose_by_damage, read_candidates
-from shoestring.shrink.quality_gate import (
-    FORCE_HELP,
-    MAX_HELP,
-    MAX_PERPLEXITY,
-    VERIFY_HELP,
-    judge,
-    mean_kl,
-    outlier_table,
-    outliers,
-    predictions,
-    refuse,
-    verify_model,
-)
+from shoestring.shrink.quality_gate import judge, mean_kl, outlier_table, outliers, predictions, refuse, verify_model
 from shoestring.shrink.quantize import ENDS, METHODS, Method, plan, usual_inputs
-from shoestring.shrink.whole_model import EMBED, EMBED_HELP, with_embedding
+from shoestring.shrink.whole_model import with_embedding
 from shoestring.state.run_lock import hold_run
 
-# Settings that finished blocks, and the perplexity before, depend on.
-DECIDING = (
-    *("model", "format", "rules", "embed", "method", "calib", "calib_windows", "calib_context", "inputs", "weigh"),
-    *("act_order", "damping", "objective", "dtype"),
-    *("init", "train", "epochs", "train_batch", "lr_weight", "lr_scale", "lr_zero", "lr_norm", "loss"),
-    *("held_out", "seed", "bits_budget", "candidates", "damage_windows", "damage_units"),
-    *("text", "data", "context", "max_tokens"),
-)
 DAMAGE = "damage.jsonl"  # finished trials of bits_budget
 
 
 @dataclass(frozen=True)
-class Config:
-    model: str = option("", "a Hugging Face folder, a run folder or a .gguf file; required without resume=")
-    format: str = option("nf3", "for all linear layers: int2 int3 int4 int8 nf2 nf3 nf4 fp3 fp4, with :g128 :s1")
-    rules: str | None = option(None, "instead of format: glob=format;glob=format, the first that matches wins")
-    embed: str = option(EMBED, EMBED_HELP)
+class Config(
+    GateSettings,
+    EvalSettings,
+    ResumeSettings,
+    DenseOutSettings,
+    OffloadSettings,
+    MixSettings,
+    CalibSettings,
+    FormatSettings,
+    SourceSettings,
+):
     method: Literal["gptq", "gptq+clip", "gptq+cd", "gptq+clip+cd", "awq", "clip", "rtn", "blockwise"] = option(
         "gptq+clip", "how weights are chosen; blockwise trains them with their scales and zero points"
     )
@@ -107,8 +104,6 @@ class Config:
         "calibration text or corpus, several with commas between, or own: what the model writes itself; none: a run's "
         "own training text, else own; not for rtn",
     )
-    calib_windows: int = option(32, "windows of calibration text", least=1)
-    calib_context: int = option(512, "tokens in a window", least=1)
     inputs: Literal["auto", "quantized", "full"] = option(
         "auto",
         "what a block sees: outputs of quantized or of full blocks; auto: as published for the method",
@@ -161,37 +156,10 @@ class Config:
         "token", "blockwise: weigh every token alike, or take plain squares", advanced=True
     )
     seed: int = option(0, "blockwise: random seed of the order of the windows", least=0, advanced=True)
-    bits_budget: float | None = option(
-        None, "instead of format: average bits per weight, distributed over the layers by measured damage"
-    )
-    candidates: str = option("int2,int3,int4", "bits_budget: the formats to choose from", advanced=True)
-    damage_windows: int = option(
-        4, "bits_budget: calibration windows that the damage is measured on", least=1, advanced=True
-    )
     damage_units: Literal["layer", "block"] = option(
         "layer", "bits_budget: what gets a format of its own", advanced=True
     )
-    stream: Literal["auto", "true", "false"] = option(
-        "auto",
-        "true: the model stays in the host's memory and one block at a time goes to the device; auto: where the "
-        "whole model would take more than half of the device's free memory",
-        advanced=True,
-    )
-    memory_gb: float = option(4.0, "activations beyond this go to a file", least=0, advanced=True)
-    spill: str | None = option(None, "folder for that file; none: the system's temporary folder", advanced=True)
-    out: str | None = option(None, "folder for the packed model; none puts it into the run folder")
-    dense_out: str | None = option(None, "also write the rounded weights as a dense Hugging Face folder", advanced=True)
     text: str | None = option(None, "a text file: perplexity before and after; default: the last tenth of calib")
-    data: str | None = option(None, "or a corpus: its validation split. A run is evaluated on its own by default")
-    context: int = option(512, "tokens the model sees at once in the evaluation", least=2, advanced=True)
-    max_tokens: int = option(16384, "tokens of the text to evaluate at most", least=2, advanced=True)
-    verify: Literal["auto", "true", "false"] = option("auto", VERIFY_HELP, advanced=True)
-    max_perplexity: float = option(MAX_PERPLEXITY, MAX_HELP, least=1, advanced=True)
-    force: bool = option(False, FORCE_HELP)
-    dtype: Literal["auto", "fp32", "bf16", "fp16"] = option("auto", "compute precision; auto: bf16 on a GPU")
-    device: str = option("auto", "auto, cpu, cuda or cuda:1 ...")
-    run: str | None = option(None, "folder for this run; none makes runs/shrink-ptq-DATE")
-    resume: str | None = option(None, "a stopped run folder to continue; its settings are used")
 
 
 def main(cfg: Config) -> Path:
@@ -282,7 +250,7 @@ def main(cfg: Config) -> Path:
 def check_settings(cfg: Config) -> None:
     """The checks that need no model."""
     settings = to_json(cfg)
-    check_start(settings, DECIDING)
+    check_start(settings, deciding(Config))
     check_outputs(settings, "out", "dense_out")
     check_spill(cfg.spill)
     check_apart(settings, "calib")

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from shoestring.config import config_record, option, to_json
 from shoestring.device import pick_device, pick_dtype
@@ -27,42 +27,18 @@ from shoestring.model.encoder_types import encoder_type
 from shoestring.model.folder import described
 from shoestring.model.save import round_rest
 from shoestring.paths import find_model
+from shoestring.recipes.settings import DenseOutSettings, EvalSettings, FormatSettings, GateSettings, RunSettings
 from shoestring.recipes.shrink_run import read_rules, report_before_after
 from shoestring.runlog import RunLog, check_outputs, check_run_folder, open_run_folder
-from shoestring.shrink.quality_gate import (
-    FORCE_HELP,
-    MAX_HELP,
-    MAX_PERPLEXITY,
-    VERIFY_HELP,
-    judge,
-    mean_kl,
-    predictions,
-    refuse,
-    verify_model,
-)
+from shoestring.shrink.quality_gate import judge, mean_kl, predictions, refuse, verify_model
 from shoestring.shrink.quantize import HEADS
-from shoestring.shrink.whole_model import EMBED, EMBED_HELP, with_embedding
+from shoestring.shrink.whole_model import with_embedding
 
 
-@dataclass(frozen=True)
-class Config:
+@dataclass(frozen=True, kw_only=True)
+class Config(GateSettings, EvalSettings, RunSettings, DenseOutSettings, FormatSettings):
     model: str = option(help="a Hugging Face folder, a run folder or a .gguf file")
-    format: str = option("nf3", "for all linear layers: int2 int3 int4 int8 nf2 nf3 nf4 fp4, with :g128 :s1")
-    rules: str | None = option(None, "instead of format: glob=format;glob=format, the first that matches wins")
-    embed: str = option(EMBED, EMBED_HELP)
-    out: str | None = option(None, "folder for the packed model; none puts it into the run folder")
-    dense_out: str | None = option(None, "also write the rounded weights as a dense Hugging Face folder", advanced=True)
-    text: str | None = option(None, "a text file: perplexity before and after")
-    data: str | None = option(None, "or a corpus: its validation split. A run is evaluated on its own by default")
-    context: int = option(512, "tokens the model sees at once in the evaluation", least=2, advanced=True)
-    max_tokens: int = option(16384, "tokens of the text to evaluate at most", least=2, advanced=True)
-    verify: Literal["auto", "true", "false"] = option("auto", VERIFY_HELP, advanced=True)
-    max_perplexity: float = option(MAX_PERPLEXITY, MAX_HELP, least=1, advanced=True)
-    force: bool = option(False, FORCE_HELP)
     speed: bool = option(False, "measure tokens per second before and after")
-    dtype: Literal["auto", "fp32", "bf16", "fp16"] = option("auto", "compute precision; auto: bf16 on a GPU")
-    device: str = option("auto", "auto, cpu, cuda or cuda:1 ...")
-    run: str | None = option(None, "folder for this run; none makes runs/shrink-rtn-DATE")
 
 
 def main(cfg: Config) -> Path:

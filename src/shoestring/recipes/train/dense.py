@@ -19,21 +19,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from shoestring.config import Retired, config_record, option, to_json
+from shoestring.config import deciding as deciding_of
 from shoestring.device import pick_dtype
 from shoestring.errors import Interrupted, UserError, in_run
 from shoestring.evals.model_row import evaluate_row
 from shoestring.formats.convert import Rule
-from shoestring.mesh import Mesh, MeshConfig, open_mesh
+from shoestring.mesh import Mesh, open_mesh
 from shoestring.model import Decoder, load_model, save_model
 from shoestring.model.parallel import ParallelConfig
+from shoestring.recipes.settings import OptimSettings, RanksSettings, TrainSettings
 from shoestring.report import Section
 from shoestring.runlog import AS_SAVED, RunLog, check_free, check_resume_from, open_run_folder, read_config
 from shoestring.state.agreement import on_main
 from shoestring.state.checkpoint import check_steps
-from shoestring.state.checkpointer import Checkpointer, ResumeFrom
+from shoestring.state.checkpointer import Checkpointer
 from shoestring.state.levels.retention import Keep
 from shoestring.state.levels.settings import CheckpointConfig, check_checkpoints
 from shoestring.state.run_lock import check_not_held, hold_run
@@ -50,51 +52,29 @@ from shoestring.train.step import Hook, Run
 from shoestring.train.trainer import train
 
 EVAL_TOKENS = 100_000  # of the validation split, for the perplexity at the end
-# Settings that a resumed run may not change. Steps, rates, precision, mesh and the place of the texts may: the
-# checkpoint has a fingerprint of the corpus.
-DECIDING = (
-    *("size", "d_model", "num_layers", "num_heads", "num_kv_heads", "d_ff", "act"),
-    *("vocab_size", "batch", "context", "seed", "reducer", "selector"),
-)
 
 
 @dataclass(frozen=True)
-class Config(CheckpointConfig, ReducerConfig, pretraining.ModelConfig, CorpusConfig):
+class Config(
+    OptimSettings, RanksSettings, TrainSettings, CheckpointConfig, ReducerConfig, pretraining.ModelConfig, CorpusConfig
+):
     """Behind the keys of the corpus (train/shards.py), of the model (train/pretraining.py), of the reducer
     (train/reducers/build.py) and of checkpoints (state/levels/settings.py)."""
 
     RETIRED: ClassVar[dict[str, Retired]] = {
         "publish_delta": Retired(False, "every published version is sent whole, to packed servers in their format")
     }
-    steps: int = option(2000, "optimizer steps", least=1)
-    batch: int = option(16, "rows per step over all ranks", least=1)
-    context: int = option(256, "tokens per row", least=2)
-    micro: int | None = option(
-        None, "rows per forward pass on one rank, to save memory; none: all at once", least=1, advanced=True
-    )
-    lr: float = option(1e-3, "peak learning rate", least=0)
-    warmup: int = option(100, "steps of linear warm-up", least=0)
-    schedule: Literal["cosine", "wsd"] = option(
-        "cosine", "cosine to a tenth, or stable, then linear to zero", advanced=True
-    )
-    weight_decay: float = option(0.1, "AdamW decay of the matrices", least=0, advanced=True)
-    clip: float = option(1.0, "largest gradient norm; 0 is off", least=0, advanced=True)
-    seed: int = option(0, "random seed of the weights and the order of the data", least=0)
-    dtype: Literal["auto", "fp32", "bf16"] = option("auto", "compute precision, masters are fp32; auto: bf16 on GPU")
-    device: str = option("auto", "auto, cpu, cuda or cuda:1 ...")
-    recompute: bool = option(
-        False, "keep one activation per block, recompute the rest: less memory, more time", advanced=True
-    )
-    compile: Literal["off", "blocks", "whole"] = option(
-        "off", "torch.compile each block, or all as one graph", advanced=True
-    )
+    steps: int = option(2000)
+    context: int = option(256, least=2)
+    warmup: int = option(100)
+    weight_decay: float = option(0.1)
+    seed: int = option(0, "random seed of the weights and the order of the data")
     graph: bool = option(
         False, "a step's passes as one CUDA graph: small models whose GPU waits for Python; one GPU", advanced=True
     )
-    mesh: MeshConfig = option(MeshConfig(), "how processes share the work")
-    log_every: int = option(10, "steps between lines of metrics.jsonl", least=1)
-    eval_every: int = option(200, "steps between validation losses; 0 is off", least=0)
-    save_every: int = option(500, "steps between checkpoints, and one at the end; 0 saves only on Ctrl-C", least=0)
+    log_every: int = option(10, advanced=False)
+    eval_every: int = option(200)
+    save_every: int = option(500, "steps between checkpoints, and one at the end; 0 saves only on Ctrl-C")
     publish: str | None = option(
         None, "HOST:PORT at which servers follow this run (`shoestring serve --follow`)", advanced=True
     )
@@ -102,11 +82,7 @@ class Config(CheckpointConfig, ReducerConfig, pretraining.ModelConfig, CorpusCon
     publish_insecure: bool = option(
         False, "publish at an address of a network without SHOESTRING_PUBLISH_KEY: whoever reaches it", advanced=True
     )
-    run: str | None = option(None, "folder for this run; none makes runs/RECIPE-DATE")
     resume: str | None = option(None, "a run folder to continue; its settings are used")
-    resume_from: ResumeFrom = option(
-        "newest", "previous: from the checkpoint before the newest, which is set aside", advanced=True
-    )
 
 
 def main(cfg: Config) -> Path:
@@ -136,7 +112,9 @@ def pretrain(
     a resumed run may not change, and a function over model/ on the first rank that returns commands to try."""
     if cfg.resume is not None:
         check_not_held(Path(cfg.resume))
-        check_steps(cfg.steps, open_run_folder(recipe, to_json(cfg), (*DECIDING, *deciding)))
+        check_steps(
+            cfg.steps, open_run_folder(recipe, to_json(cfg), (*deciding_of(type(cfg), unless_said=False), *deciding))
+        )
     elif cfg.run is not None:
         check_free(Path(cfg.run))
     check_resume_from(to_json(cfg))

@@ -33,11 +33,13 @@ class ReducerConfig:
         "how gradients are summed over mesh.replica: plain, bf16, int8, int4, terngrad, qsgd, topk:0.01, "
         "arc-topk:0.01, powersgd:4 or demo; auto measures the link and takes the fastest",
         advanced=True,
+        deciding=True,
     )
     selector: SelectorName = option(
         "uniform",
         "which layer is sent how, with reducer=topk: all alike, whole layers in turn, by errors, or learned",
         advanced=True,
+        deciding=True,
     )
     budget_mb: float | None = option(
         None,
