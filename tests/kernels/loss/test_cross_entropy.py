@@ -39,7 +39,7 @@ def test_overwrites_its_input_and_survives_huge_logits() -> None:
 
 INTERPRETED = """
 import torch
-from shoestring.kernels.loss.cross_entropy import _cross_entropy_op, cross_entropy_ref, cross_entropy_
+from shoestring.kernels.loss.cross_entropy import cross_entropy_ref, cross_entropy_
 from layers import rms
 from test_cross_entropy import case
 full, half = torch.float32, torch.float16

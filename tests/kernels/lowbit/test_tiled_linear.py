@@ -149,7 +149,7 @@ def test_the_operator_in_compiled_programs() -> None:
     tiles, _, _ = made("int4:g64", torch.randn(24, 64))
     tensors = tiles.codes, tiles.scale, tiles.shift
     checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(kernel._tiled_linear_op, (torch.randn(5, 64), *tensors, 4, 24), test_utils=checks)
+    torch.library.opcheck(torch.ops.shoestring.tiled_linear, (torch.randn(5, 64), *tensors, 4, 24), test_utils=checks)
     compiled = torch.compile(lambda x: tiled_linear(x + 1, tiles) * 2, fullgraph=True, backend="eager", dynamic=True)
     for num_rows in (3, 7):
         x = torch.randn(num_rows, 64)

@@ -17,8 +17,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from shoestring.kernels.runtime.operator import operator
 from shoestring.kernels.runtime.pdl import pdl_options
-from shoestring.kernels.runtime.triton_backend import next_power_of_2, triton_usable
+from shoestring.kernels.runtime.triton_backend import next_power_of_2
 
 
 def rope_store_ref_(
@@ -54,6 +55,7 @@ def rope_store_ref_(
     return q.to(qkv_TE.dtype)
 
 
+@operator(rope_store_ref_)
 def rope_store_(
     qkv_TE: Tensor,
     keys_SGD: Tensor,
@@ -61,16 +63,12 @@ def rope_store_(
     slots_T: Tensor,
     positions_T: Tensor,
     freq: Tensor | None,
-    q_norm_D: Tensor | None = None,
-    k_norm_D: Tensor | None = None,
-    eps: float = 0.0,
-    table_scale: float = 1.0,
+    q_norm_D: Tensor | None,
+    k_norm_D: Tensor | None,
+    eps: float,
+    table_scale: float,
 ) -> Tensor:
-    """As rope_store_ref_; chooses the kernel, which overwrites the queries in `qkv_TE` and returns that view."""
-    if not triton_usable(qkv_TE):
-        return rope_store_ref_(
-            qkv_TE, keys_SGD, values_SGD, slots_T, positions_T, freq, q_norm_D, k_norm_D, eps, table_scale
-        )
+    """The kernel overwrites the queries in `qkv_TE` and returns that view."""
     from shoestring.kernels.attention.rope_store_triton import _rope_store_kernel
 
     num_groups, head_dim = keys_SGD.shape[1:]

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shoestring.kernels.runtime.operator import operator
 from shoestring.kernels.runtime.pdl import pdl_options
-from shoestring.kernels.runtime.triton_backend import next_power_of_2, triton_usable
+from shoestring.kernels.runtime.triton_backend import next_power_of_2
 
 MOST_ROWS = 16  # that one program routes; also of the products
 COMBINE_BLOCK = 512
@@ -40,10 +41,9 @@ def router_logits_ref(x_RD: Tensor, router_ED: Tensor, norm_D: Tensor | None = N
     return x @ router_ED.to(wide).mT
 
 
-def router_logits(x_RD: Tensor, router_ED: Tensor, norm_D: Tensor | None = None, eps: float = 0.0) -> Tensor:
-    """[norm] x through the router, in fp32 [R, E], for up to MOST_ROWS rows; chooses the kernel."""
-    if not triton_usable(x_RD):
-        return router_logits_ref(x_RD, router_ED, norm_D, eps)
+@operator(router_logits_ref)
+def router_logits(x_RD: Tensor, router_ED: Tensor, norm_D: Tensor | None, eps: float) -> Tensor:
+    """[norm] x through the router, in fp32 [R, E], for up to MOST_ROWS rows."""
     from shoestring.kernels.experts.route_triton import _router_logits_kernel
 
     (rows, width), num = x_RD.shape, len(router_ED)
@@ -99,10 +99,9 @@ def route_ref(logits_RE: Tensor, top_k: int, renormalize: bool, capacity: int | 
     return Routing(experts_S, place_RK, weight_RK, counts_S, members_SC)
 
 
-def route(logits_RE: Tensor, top_k: int, renormalize: bool, capacity: int | None = None) -> Routing:
-    """As route_ref, for up to MOST_ROWS rows; chooses the kernel. What a slot does not have is not written."""
-    if not triton_usable(logits_RE):
-        return route_ref(logits_RE, top_k, renormalize, capacity)
+@operator(route_ref)
+def route(logits_RE: Tensor, top_k: int, renormalize: bool, capacity: int | None) -> Routing:
+    """For up to MOST_ROWS rows. What a slot does not have is not written."""
     from shoestring.kernels.experts.route_triton import _route_kernel
 
     rows, num = logits_RE.shape
@@ -129,10 +128,9 @@ def combine_ref(residual_RD: Tensor, part_SCD: Tensor, routing: Routing) -> Tens
     return (residual_RD.to(wide) + added_RD).to(residual_RD.dtype)
 
 
+@operator(combine_ref)
 def combine(residual_RD: Tensor, part_SCD: Tensor, routing: Routing) -> Tensor:
-    """residual + the sum over a row's choices of weight * part, in fp32, rounded once; chooses the kernel."""
-    if not triton_usable(residual_RD):
-        return combine_ref(residual_RD, part_SCD, routing)
+    """residual + the sum over a row's choices of weight * part, in fp32, rounded once."""
     from shoestring.kernels.experts.route_triton import _combine_kernel
 
     rows, width = residual_RD.shape

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from shoestring.kernels.runtime.operator import operator
 from shoestring.kernels.runtime.pdl import pdl_options
 from shoestring.kernels.runtime.triton_backend import next_power_of_2, triton_usable
 
@@ -26,10 +27,8 @@ def add_norm_ref_(x_TD: Tensor, delta_TD: Tensor | None, weight_D: Tensor, eps: 
     return (normed * weight_D.to(wide.dtype)).to(x_TD.dtype)
 
 
+@operator(add_norm_ref_, usable=lambda x_TD: triton_usable(x_TD) and x_TD.shape[1] <= MAX_WIDTH)
 def add_norm_(x_TD: Tensor, delta_TD: Tensor | None, weight_D: Tensor, eps: float) -> Tensor:
-    """As add_norm_ref_; chooses the kernel."""
-    if not triton_usable(x_TD) or x_TD.shape[1] > MAX_WIDTH:
-        return add_norm_ref_(x_TD, delta_TD, weight_D, eps)
     from shoestring.kernels.gemv.add_norm_triton import _add_norm_kernel
 
     num_rows, width = x_TD.shape

@@ -22,8 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shoestring.hardware.device import device_limits
+from shoestring.kernels.runtime.operator import operator
 from shoestring.kernels.runtime.pdl import pdl_options
-from shoestring.kernels.runtime.triton_backend import next_power_of_2, triton_usable
+from shoestring.kernels.runtime.triton_backend import next_power_of_2
 
 MAX_BYTES = 8192  # inputs of a row of 8-bit codes at most: they are kept in registers
 BYTE_ROWS, BYTE_PROGRAMS, BYTE_WARPS = 4, 4, 4  # rows of W at a time, programs per SM at most, warps
@@ -60,27 +61,21 @@ def row_linear_ref(
     return y.to(out_dtype or x_1K.dtype)
 
 
+@operator(row_linear_ref)
 def row_linear(
     x_1K: Tensor,
     weight: Tensor,
-    bias: Tensor | None = None,
+    bias: Tensor | None,
     *,
-    norm_K: Tensor | None = None,
-    eps: float = 0.0,
-    swiglu: bool = False,
-    residual_1N: Tensor | None = None,
-    after_2N: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    scale_N: Tensor | None = None,
-    zero_N: Tensor | None = None,
+    norm_K: Tensor | None,
+    eps: float,
+    swiglu: bool,
+    residual_1N: Tensor | None,
+    after_2N: Tensor | None,
+    out_dtype: torch.dtype | None,
+    scale_N: Tensor | None,
+    zero_N: Tensor | None,
 ) -> Tensor:
-    """As row_linear_ref; chooses the kernel."""
-    if not triton_usable(x_1K):
-        return row_linear_ref(
-            x_1K, weight, bias,
-            norm_K=norm_K, eps=eps, swiglu=swiglu, residual_1N=residual_1N, after_2N=after_2N, out_dtype=out_dtype,
-            scale_N=scale_N, zero_N=zero_N,
-        )  # fmt: skip
     from shoestring.kernels.gemv.row_linear_triton import _row_linear_kernel
 
     num_out, num_in = weight.shape

@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from shoestring.kernels.runtime.operator import registered
 from shoestring.kernels.runtime.triton_backend import next_power_of_2, triton_usable
 
 
@@ -39,7 +40,11 @@ def cross_entropy_(logits_NV: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor]
     return loss, logits_NV
 
 
-@torch.library.custom_op("shoestring::cross_entropy_", mutates_args={"logits_NV"})
+def _loss_of(logits_NV: Tensor, *rest: object) -> Tensor:
+    return logits_NV.new_empty(logits_NV.shape[0], dtype=torch.float32)
+
+
+@registered("cross_entropy_", _loss_of, mutates=("logits_NV",))
 def _cross_entropy_op(logits_NV: Tensor, target_N: Tensor) -> Tensor:
     from shoestring.kernels.loss.cross_entropy_triton import _cross_entropy_kernel
 
@@ -52,8 +57,3 @@ def _cross_entropy_op(logits_NV: Tensor, target_N: Tensor) -> Tensor:
             logits_NV, logits_NV.stride(0), target_N, loss, vocab, BLOCK=min(8192, next_power_of_2(vocab)), num_warps=8
         )
     return loss
-
-
-@_cross_entropy_op.register_fake
-def _(logits_NV: Tensor, target_N: Tensor) -> Tensor:
-    return logits_NV.new_empty(logits_NV.shape[0], dtype=torch.float32)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from shoestring.kernels.runtime.operator import registered
 from shoestring.kernels.runtime.triton_backend import next_power_of_2, triton_usable
 
 
@@ -64,7 +65,11 @@ def distill_(
     return loss, logits_NV.copy_(grad)
 
 
-@torch.library.custom_op("shoestring::distill_", mutates_args={"logits_NV"})
+def _loss_of(logits_NV: Tensor, *rest: object) -> Tensor:
+    return logits_NV.new_empty(logits_NV.shape[0], dtype=torch.float32)
+
+
+@registered("distill_", _loss_of, mutates=("logits_NV",))
 def _distill_op(
     logits_NV: Tensor,
     teacher_NV: Tensor,
@@ -86,8 +91,3 @@ def _distill_op(
             REVERSE=reverse != 0, CE=ce != 0, BLOCK=min(4096, next_power_of_2(vocab)), num_warps=8,
         )  # fmt: skip
     return loss
-
-
-@_distill_op.register_fake
-def _(logits_NV: Tensor, *rest: object) -> Tensor:
-    return logits_NV.new_empty(logits_NV.shape[0], dtype=torch.float32)

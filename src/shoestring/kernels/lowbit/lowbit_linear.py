@@ -27,7 +27,6 @@ from shoestring.hardware.device import device_limits
 from shoestring.kernels.gemv.row_linear import row_linear_ref
 from shoestring.kernels.lowbit import few_rows, many_rows
 from shoestring.kernels.lowbit.chunk_layout import CHUNK_ROWS, DENSE, ChunkLayout, ceil_div, unpack_chunks
-from shoestring.kernels.runtime.eager_operator import call_operator
 from shoestring.kernels.runtime.nvrtc import (
     NvrtcError,
     compile_kernel,
@@ -36,6 +35,7 @@ from shoestring.kernels.runtime.nvrtc import (
     nvrtc_library,
     pointer,
 )
+from shoestring.kernels.runtime.operator import registered
 from shoestring.kernels.runtime.triton_backend import fall_back, interpreting, next_power_of_2, triton_usable
 
 MOST_ROWS = 64  # of the Triton kernel
@@ -127,7 +127,7 @@ def lowbit_linear(x: Tensor, chunks: Tensor, table: Tensor | None, bias: Tensor 
         weight = decode_chunks(chunks, table, layout, x.shape[-1], x.dtype)
         return F.linear(x, weight, bias)
     settings = layout.bits, layout.group, layout.scales, layout.bf16_scale
-    return call_operator(_lowbit_linear_op, _lowbit_linear, x, chunks, table, bias, *settings)
+    return _lowbit_linear(x, chunks, table, bias, *settings)
 
 
 def lowbit_row_linear(
@@ -166,6 +166,7 @@ def decode_chunks(chunks: Tensor, table: Tensor | None, layout: ChunkLayout, wid
     return decode_chunks_ref(chunks, table, layout, width).to(dtype)
 
 
+@registered("lowbit_linear", lambda x, chunks, *rest: x.new_empty(*x.shape[:-1], chunks.shape[0] * CHUNK_ROWS))
 def _lowbit_linear(
     x: Tensor,
     chunks: Tensor,
@@ -188,14 +189,6 @@ def _lowbit_linear(
     return F.linear(x_MK, weight, bias).view(shape)
 
 
-_lowbit_linear_op = torch.library.custom_op("shoestring::lowbit_linear", _lowbit_linear, mutates_args=())
-
-
-@_lowbit_linear_op.register_fake
-def _(x: Tensor, chunks: Tensor, *rest: object) -> Tensor:
-    return x.new_empty(*x.shape[:-1], chunks.shape[0] * CHUNK_ROWS)
-
-
 def parts_usable(x: Tensor) -> bool:
     """Whether `lowbit_parts_linear` takes x: few rows, on a GPU (or in Triton's interpreter)."""
     rows = x.numel() // x.shape[-1] if x.numel() else 0
@@ -206,17 +199,12 @@ def parts_usable(x: Tensor) -> bool:
     return triton_usable(x)
 
 
+@registered("lowbit_parts_linear", lambda x, codes, *rest: x.new_empty(*x.shape[:-1], codes.shape[0]))
 def lowbit_parts_linear(
     x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor | None, table: Tensor | None, bias: Tensor | None, bits: int
 ) -> Tensor:
     """x [..., in] times the weight of stored parts: codes [out, in*bits/8], scale [out, groups(, scales)], and a zero
     point [out, groups] or a table."""
-    return call_operator(_parts_linear_op, _parts_linear, x, codes, scale, zero, table, bias, bits)
-
-
-def _parts_linear(
-    x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor | None, table: Tensor | None, bias: Tensor | None, bits: int
-) -> Tensor:
     from shoestring.kernels.lowbit.lowbit_linear_triton import _lowbit_parts_kernel
 
     assert (zero is None) != (table is None)
@@ -235,11 +223,3 @@ def _parts_linear(
         num_warps=4,
     )  # fmt: skip
     return y.view(*x.shape[:-1], out)
-
-
-_parts_linear_op = torch.library.custom_op("shoestring::lowbit_parts_linear", _parts_linear, mutates_args=())
-
-
-@_parts_linear_op.register_fake
-def _(x: Tensor, codes: Tensor, *rest: object) -> Tensor:
-    return x.new_empty(*x.shape[:-1], codes.shape[0])

@@ -27,8 +27,8 @@ from torch import Tensor
 from shoestring.errors import UserError
 from shoestring.kernels.lowbit.chunk_layout import ceil_div
 from shoestring.kernels.runtime import cpp
-from shoestring.kernels.runtime.eager_operator import call_operator
 from shoestring.kernels.runtime.openmp import thread_pool
+from shoestring.kernels.runtime.operator import registered
 
 TILES = Path(__file__).with_name("tiles.h")
 SOURCE = Path(__file__).with_name("tiled_linear.cpp")
@@ -178,9 +178,10 @@ def usable() -> bool:
 def tiled_linear(x_TK: Tensor, weight: TiledWeight) -> Tensor:
     """fp32 [T, in] -> [T, out]."""
     tensors = weight.codes, weight.scale, weight.shift
-    return call_operator(_tiled_linear_op, _tiled_linear, x_TK, *tensors, weight.bits, weight.outputs)
+    return _tiled_linear(x_TK, *tensors, weight.bits, weight.outputs)
 
 
+@registered("tiled_linear", lambda x_TK, codes, scale, shift, bits, outputs: x_TK.new_empty(len(x_TK), outputs))
 def _tiled_linear(x_TK: Tensor, codes: Tensor, scale: Tensor, shift: Tensor, bits: int, outputs: int) -> Tensor:
     matrix = _matrix(codes, scale, shift, bits)
     assert x_TK.dtype == torch.float32 and x_TK.device.type == "cpu" and x_TK.shape[1] == matrix.width
@@ -192,16 +193,8 @@ def _tiled_linear(x_TK: Tensor, codes: Tensor, scale: Tensor, shift: Tensor, bit
     return y_TN
 
 
-_tiled_linear_op = torch.library.custom_op("shoestring::tiled_linear", _tiled_linear, mutates_args=())
-
-
-@_tiled_linear_op.register_fake
-def _(x_TK: Tensor, codes: Tensor, scale: Tensor, shift: Tensor, bits: int, outputs: int) -> Tensor:
-    return x_TK.new_empty(len(x_TK), outputs)
-
-
 def _refuse_gradient(*unused: Any) -> Any:
     raise UserError("8-bit activations have no gradient: train without them, on the packed or unpacked model")
 
 
-_tiled_linear_op.register_autograd(_refuse_gradient)
+torch.library.register_autograd("shoestring::tiled_linear", _refuse_gradient)

@@ -32,8 +32,8 @@ from shoestring.hardware.device import BLOCK_RESERVED, H200, DeviceLimits, devic
 from shoestring.hardware.plan_table import PlanTable, overridden
 from shoestring.kernels.lowbit.chunk_layout import CHUNK_ROWS, aligned, ceil_div
 from shoestring.kernels.lowbit.lowbit_linear import chunks_usable
-from shoestring.kernels.runtime.eager_operator import call_operator
 from shoestring.kernels.runtime.nvrtc import Kernel, compile_kernel, cuda_source, pointer
+from shoestring.kernels.runtime.operator import call_operator
 from shoestring.methods.sparse24.kernels.chunk_layout24 import CHUNK_WIDTH, ChunkLayout24, decode_chunks24_ref
 
 HERE = Path(__file__).parent

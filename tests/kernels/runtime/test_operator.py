@@ -6,13 +6,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from layers import packed_layer
 
 from shoestring.formats import kernel_layout
-from shoestring.kernels.runtime.eager_operator import call_operator
+from shoestring.kernels.runtime.operator import operator, registered
 
 FIRST_CALLS = """
 import sys, torch
@@ -41,17 +42,36 @@ def test_a_first_call_does_not_import_torchs_compiler() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_operator_is_called_where_it_is_needed() -> None:
+def test_the_registered_operator_is_called_where_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[str] = []
-    told = (lambda x: called.append("operator") or x, lambda x: called.append("function") or x)
+
+    def custom_op(name: str, function: Any, mutates_args: object) -> Any:
+        made = lambda x: called.append(name) or function(x)  # noqa: E731
+        made.register_fake = lambda fake: None  # type: ignore[attr-defined]
+        return made
+
+    monkeypatch.setattr(torch.library, "custom_op", custom_op)
+    call = registered("op", torch.empty_like)(lambda x: called.append("function") or x)
     x = torch.ones(1)
-    call_operator(*told, x)
+    call(x)
     with torch.no_grad():
-        call_operator(*told, x)
-        call_operator(*told, torch.nn.Parameter(x))
+        call(x)
+        call(torch.nn.Parameter(x))
     with torch.inference_mode():
-        call_operator(*told, x)
-    assert called == ["operator", "function", "operator", "function"]
+        call(x)
+    assert called == ["shoestring::op", "function", "function", "shoestring::op", "function", "function"]
+
+
+def test_a_kernel_has_the_defaults_of_its_reference_and_is_called_where_it_is_usable() -> None:
+    def reference(x: torch.Tensor, n: int = 2, *, scale: float = 3.0) -> tuple[str, int, float]:
+        return "reference", n, scale
+
+    @operator(reference, usable=lambda x: x.numel() > 1)
+    def kernel(x: torch.Tensor, n: int, *, scale: float) -> tuple[str, int, float]:
+        return "kernel", n, scale
+
+    assert kernel(torch.ones(1)) == ("reference", 2, 3.0) and kernel(torch.ones(2)) == ("kernel", 2, 3.0)
+    assert kernel(torch.ones(2), 5, scale=1.0) == ("kernel", 5, 1.0)
 
 
 def test_a_compiled_program_holds_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
