@@ -219,7 +219,7 @@ def test_bad_input_is_one_line_and_leaves_no_run(
     (here / "cache" / "few.jsonl").write_text(json.dumps({"prompt": "the quick"}) + "\n")
     few = short(data="self", prompts=here / "cache" / "few.jsonl", self_tokens=20, batch=1000)
     assert "1 prompts with up to 20 tokens written after each are a text of" in cli(*ONE_SHOT, *few, fails=True)
-    assert "text=nowhere is not a file" in cli(*ONE_SHOT, "train=none", "text=nowhere", fails=True)
+    assert "nowhere does not exist" in cli(*ONE_SHOT, "train=none", "text=nowhere", fails=True)
     assert "spill=nowhere is not a folder" in cli(*ONE_SHOT, "train=none", "spill=nowhere", fails=True)
     assert "damping=-1 is not possible" in cli(*ONE_SHOT, "train=none", "damping=-1", fails=True)
     assert "micro that divides" in cli(*ONE_SHOT, *short(batch=4, micro=3), fails=True)
