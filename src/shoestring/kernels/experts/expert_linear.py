@@ -33,8 +33,8 @@ from shoestring.kernels.lowbit.few_rows import (
     row_experts_up_cuda,
 )
 from shoestring.kernels.lowbit.lowbit_linear import chunks_usable, decode_chunks
+from shoestring.kernels.runtime.operator import operator
 from shoestring.kernels.runtime.pdl import pdl_options
-from shoestring.kernels.runtime.triton_backend import triton_usable
 
 MOST_EXPERTS = 1024  # of one row that chooses in the kernel
 
@@ -51,10 +51,9 @@ def expert_linear_ref(x: Tensor, weight_ENI: Tensor, experts_S: Tensor, swiglu: 
     return y_SRN.to(x.dtype)
 
 
-def expert_linear(x: Tensor, weight_ENI: Tensor, experts_S: Tensor, swiglu: bool = False) -> Tensor:
-    """As expert_linear_ref, but empty slots are not written; chooses the kernel."""
-    if not triton_usable(x):
-        return expert_linear_ref(x, weight_ENI, experts_S, swiglu)
+@operator(expert_linear_ref)
+def expert_linear(x: Tensor, weight_ENI: Tensor, experts_S: Tensor, swiglu: bool) -> Tensor:
+    """Empty slots are not written."""
     rows, num_in = x.shape[-2:]
     num_out = weight_ENI.shape[1] // (2 if swiglu else 1)
     assert x.is_contiguous() and weight_ENI.is_contiguous()

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from shoestring.hardware.device import DeviceLimits, device_limits
 from shoestring.kernels.gemv.row_linear import row_linear_ref
+from shoestring.kernels.runtime.operator import operator
 from shoestring.kernels.runtime.pdl import pdl_options
 from shoestring.kernels.runtime.triton_backend import next_power_of_2, triton_usable
 
@@ -56,17 +57,10 @@ def int8_linear_usable(x_MK: Tensor) -> bool:
     return 0 < rows <= MOST_ROWS and width % 4 == 0 and x_MK.dtype != torch.float64 and triton_usable(x_MK)
 
 
+@operator(int8_linear_ref, usable=int8_linear_usable)
 def int8_linear(
-    x_MK: Tensor,
-    codes_NK: Tensor,
-    scale_N: Tensor,
-    zero_N: Tensor,
-    bias: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
+    x_MK: Tensor, codes_NK: Tensor, scale_N: Tensor, zero_N: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None
 ) -> Tensor:
-    """As int8_linear_ref; chooses the kernel."""
-    if not int8_linear_usable(x_MK):
-        return int8_linear_ref(x_MK, codes_NK, scale_N, zero_N, bias, out_dtype)
     from shoestring.kernels.lowbit.int8_linear_triton import _int8_linear_kernel
 
     (num_rows, num_in), num_out = x_MK.shape, codes_NK.shape[0]

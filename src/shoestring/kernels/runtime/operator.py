@@ -63,10 +63,3 @@ def registered(
         return call
 
     return decorate
-
-
-def call_operator(operator: Callable[..., Tensor], function: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:
-    """`operator(x, *args)`, whose function is `function`."""
-    if torch.compiler.is_compiling() or torch.is_grad_enabled() or type(x) is not Tensor:
-        return operator(x, *args)
-    return function(x, *args)

@@ -33,7 +33,7 @@ from shoestring.hardware.plan_table import PlanTable, overridden
 from shoestring.kernels.lowbit.chunk_layout import CHUNK_ROWS, aligned, ceil_div
 from shoestring.kernels.lowbit.lowbit_linear import chunks_usable
 from shoestring.kernels.runtime.nvrtc import Kernel, compile_kernel, cuda_source, pointer
-from shoestring.kernels.runtime.operator import call_operator
+from shoestring.kernels.runtime.operator import registered
 from shoestring.methods.sparse24.kernels.chunk_layout24 import CHUNK_WIDTH, ChunkLayout24, decode_chunks24_ref
 
 HERE = Path(__file__).parent
@@ -250,7 +250,7 @@ def sparse24_linear(x: Tensor, chunks: Tensor, bias: Tensor | None, layout: Chun
     if torch.is_grad_enabled() and x.requires_grad:
         return F.linear(x, decode(chunks, layout, x.shape[-1], x.dtype), bias)
     settings = layout.bits, layout.group, layout.bf16_scale
-    return call_operator(_sparse24_linear_op, _sparse24_linear, x, chunks, bias, *settings)
+    return _sparse24_linear(x, chunks, bias, *settings)
 
 
 def decode(chunks: Tensor, layout: ChunkLayout24, width: int, dtype: torch.dtype) -> Tensor:
@@ -261,6 +261,7 @@ def decode(chunks: Tensor, layout: ChunkLayout24, width: int, dtype: torch.dtype
     return decode_chunks24_ref(chunks, layout, width).to(dtype)
 
 
+@registered("sparse24_linear", lambda x, chunks, *rest: x.new_empty(*x.shape[:-1], chunks.shape[0] * CHUNK_ROWS))
 def _sparse24_linear(x: Tensor, chunks: Tensor, bias: Tensor | None, bits: int, group: int, bf16_scale: bool) -> Tensor:
     layout = ChunkLayout24(bits, group, bf16_scale)
     x_MK = x.reshape(-1, x.shape[-1])
@@ -269,11 +270,3 @@ def _sparse24_linear(x: Tensor, chunks: Tensor, bias: Tensor | None, bits: int, 
     if kernel and 0 < x_MK.shape[0] <= MOST_ROWS:
         return sparse24_rows_cuda(x_MK, chunks, bias, layout).view(shape)
     return F.linear(x_MK, decode(chunks, layout, x.shape[-1], x.dtype), bias).view(shape)
-
-
-_sparse24_linear_op = torch.library.custom_op("shoestring::sparse24_linear", _sparse24_linear, mutates_args=())
-
-
-@_sparse24_linear_op.register_fake
-def _(x: Tensor, chunks: Tensor, *rest: object) -> Tensor:
-    return x.new_empty(*x.shape[:-1], chunks.shape[0] * CHUNK_ROWS)
