@@ -9,25 +9,27 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from experiments.reshard_strategies import naive_plan
 from shoestring.state.reshard.execute import GroupTransport, Shards, execute
 from shoestring.state.reshard.layouts import REPLICATE, MeshLayout
-from shoestring.state.reshard.plan import ReshardPlan, Strategy, make_plan
+from shoestring.state.reshard.plan import ReshardPlan, make_plan
 from shoestring.state.reshard.tasks import MovedTensor
 from shoestring.state.reshard.topology import GBIT, Topology
 
 HOSTS = {0: "h0", 1: "h1", 2: "h1", 3: "h2", 4: "h2", 5: "h3", 6: "h3"}
 
 
-def plan_for(num: int, strategy: Strategy) -> ReshardPlan:
+def plan_for(num: int, planner: Callable[..., ReshardPlan] = make_plan) -> ReshardPlan:
     """From the one rank of the first host to both ranks of the three others."""
     src, dst = MeshLayout((1,), (REPLICATE,), (0,)), MeshLayout((6,), (REPLICATE,), (1, 2, 3, 4, 5, 6))
     tensors = {f"t{i}": MovedTensor((num // 4 // 1000, 250), 4, src, dst) for i in range(4)}
-    return make_plan(tensors, Topology(hosts=HOSTS, nic_rate=0.2 * GBIT), strategy=strategy)
+    return planner(tensors, Topology(hosts=HOSTS, nic_rate=0.2 * GBIT))
 
 
 def move(plan: ReshardPlan) -> float:
@@ -56,8 +58,8 @@ if __name__ == "__main__":
     mode, num = sys.argv[1], int(float(sys.argv[2]) * 1e6)
     dist.init_process_group("gloo", timeout=timedelta(seconds=20 if mode == "pulled" else 120))
     if mode == "time":
-        planned, naive = plan_for(num, "best"), plan_for(num, "naive")
-        move(plan_for(num // 20, "best"))  # connections
+        planned, naive = plan_for(num), plan_for(num, naive_plan)
+        move(plan_for(num // 20))  # connections
         times = {"planned": min(move(planned) for _ in range(2)), "naive": move(naive)}
         if dist.get_rank() == 0:
             print(f"RESULT {times['planned']} {times['naive']} {planned.slow_bytes} {naive.slow_bytes}", flush=True)
@@ -66,7 +68,7 @@ if __name__ == "__main__":
     try:
         if dist.get_rank() == 0:
             print("MOVING", flush=True)
-        move(plan_for(num, "best"))
+        move(plan_for(num))
         print("ARRIVED", flush=True)
     except Exception as error:
         print(f"FAILED {type(error).__name__}", flush=True)

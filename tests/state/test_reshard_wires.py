@@ -14,6 +14,7 @@ import pytest
 from ranks_wires import HOSTS
 
 SCRIPT = Path(__file__).with_name("ranks_wires.py")
+REPO = SCRIPT.parents[2]  # for experiments/
 RATE = 187e6 / 8  # bytes per second that a link of 200 Mbit/s really gives
 pytestmark = [
     pytest.mark.lab,
@@ -77,6 +78,7 @@ class Wires:
         for rank, host in HOSTS.items():
             env = {
                 **os.environ, "RANK": str(rank), "WORLD_SIZE": str(len(HOSTS)), "MASTER_PORT": port,
+                "PYTHONPATH": str(REPO),
                 "MASTER_ADDR": f"10.77.{os.getpid() % 200}.1", "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1",
             }  # fmt: skip
             command = ["ip", "netns", "exec", self.space(host), sys.executable, str(SCRIPT), *args]
