@@ -42,6 +42,7 @@ from benchmarks.communication import BENCH, REPLICAS
 from benchmarks.results import newest, record
 from shoestring.errors import UserError, as_command
 from shoestring.mesh import Mesh, MeshConfig, open_mesh
+from shoestring.methods.gradient_selection.selected import SelectedCompression
 from shoestring.model import Decoder, ModelSpec
 from shoestring.model.parallel import ParallelConfig
 from shoestring.runlog import RunLog
@@ -56,7 +57,6 @@ from shoestring.train.reducers.compressed import choose
 from shoestring.train.reducers.feedback import Compression
 from shoestring.train.reducers.methods import parse_compressor
 from shoestring.train.reducers.rounds import emulate
-from shoestring.train.reducers.selected import SelectedCompression
 from shoestring.train.shards import Corpus, CorpusConfig, load_corpus
 from shoestring.train.step import Micro, Objective, Reducer, Run
 from shoestring.train.trainer import train

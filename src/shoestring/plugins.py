@@ -8,6 +8,8 @@
     shoestring.stored_formats the same for a name in packed models that is no spelling (formats/registry.py)
     shoestring.recipes        the module of a recipe: docstring, Config, main (recipes/find.py)
     shoestring.reducers       function of the text after the colon -> Compressor (train/reducers/methods.py)
+    shoestring.selectors      function -> Compression that chooses layer by layer (train/reducers/feedback.py)
+    shoestring.run_reports    function of a run's folder -> sections of its report (train/reducers/build.py)
     shoestring.skip_policies  function that opens a set or policy for --skip (serve/engine/skip_policy.py)
     shoestring.environment    function -> rows of `shoestring env` about kernels (cli/environment.py)
 

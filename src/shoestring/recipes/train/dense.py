@@ -45,8 +45,13 @@ from shoestring.train.data import TokenData, check_pass, rows_per_pass
 from shoestring.train.objectives import CrossEntropy
 from shoestring.train.optim import SCHEDULES
 from shoestring.train.publish import check_publish, open_publish
-from shoestring.train.reducers.build import ReducerConfig, build_optimizer, build_reducer, check_reducer
-from shoestring.train.reducers.plan_log import report_sections
+from shoestring.train.reducers.build import (
+    ReducerConfig,
+    build_optimizer,
+    build_reducer,
+    check_reducer,
+    report_sections,
+)
 from shoestring.train.shards import CorpusConfig, load_corpus
 from shoestring.train.step import Hook, Run
 from shoestring.train.trainer import train

@@ -10,10 +10,13 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from shoestring import plugins
 from shoestring.config import option
-from shoestring.errors import UserError
+from shoestring.errors import UserError, shown, suggest
 from shoestring.formats.linear import local
 from shoestring.mesh import Mesh, MeshConfig
+from shoestring.report import Section, metric_curves
+from shoestring.runlog import read_metrics
 from shoestring.train.optim import adamw
 from shoestring.train.reducers import demo
 from shoestring.train.reducers.auto import choose_compressor
@@ -22,7 +25,6 @@ from shoestring.train.reducers.compressor import Compressor
 from shoestring.train.reducers.methods import parse_compressor
 from shoestring.train.reducers.plain import SumReducer
 from shoestring.train.reducers.rounds import Link
-from shoestring.train.reducers.selectors import SelectorName
 from shoestring.train.step import Reducer
 
 
@@ -35,9 +37,10 @@ class ReducerConfig:
         advanced=True,
         deciding=True,
     )
-    selector: SelectorName = option(
+    selector: str = option(
         "uniform",
-        "which layer is sent how, with reducer=topk: all alike, whole layers in turn, by errors, or learned",
+        "which layer is sent how, with reducer=topk: uniform (all alike), round-robin, random (whole layers), l-greco "
+        "(by errors), hyper (learned)",
         advanced=True,
         deciding=True,
     )
@@ -63,6 +66,11 @@ def check_reducer(cfg: ReducerConfig, mesh: MeshConfig) -> None:
     """UserError for settings that cannot work, before anything is read."""
     if cfg.allow != "close" and cfg.reducer != "auto":
         raise UserError(f"allow={cfg.allow} is for reducer=auto; with reducer={cfg.reducer} leave it out")
+    known = ["uniform", *plugins.names("selectors")]
+    if cfg.selector not in known:
+        raise UserError(
+            f"selector={shown(cfg.selector)}: allowed are {', '.join(known)}.{suggest(cfg.selector, known)}"
+        )
     if cfg.selector != "uniform" and cfg.reducer.partition(":")[0] != "topk":
         raise UserError(
             f"selector={cfg.selector} chooses among shares of Top-K: give reducer=topk:0.01, not {cfg.reducer}"
@@ -132,6 +140,19 @@ def _measured(cfg: ReducerConfig, model: nn.Module, mesh: Mesh, say: Callable[[s
     )
     # Groups of replicas at different places of dp and tp measure for themselves; the first one decides.
     return parse_compressor(mesh.broadcast_object(compressor.name))
+
+
+def report_sections(folder: Path) -> list[Section]:
+    """Bytes, shares and residuals over the steps; nothing where gradients were summed plainly. And what methods add."""
+    metrics = read_metrics(folder / "metrics.jsonl")
+    added = [plugins.load("run_reports", name)(folder) for name in plugins.names("run_reports")]
+    return [
+        metric_curves(metrics, "Gradients sent", "MB per step and replica", "sent_mb"),
+        metric_curves(metrics, "Compression", "times fewer bytes than plain", "compression"),
+        metric_curves(metrics, "Share of the time spent on summing gradients", "share", "reduce_share"),
+        metric_curves(metrics, "Error feedback", "norm of the residual", "residual_norm"),
+        *(section for sections in added for section in sections),
+    ]
 
 
 def build_optimizer(cfg: ReducerConfig, model: nn.Module, *, lr: float, weight_decay: float) -> torch.optim.Optimizer:

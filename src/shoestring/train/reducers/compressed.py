@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shoestring import plugins
 from shoestring.errors import UserError
 from shoestring.formats.linear import local
 from shoestring.mesh import Mesh
@@ -36,11 +37,8 @@ from shoestring.train.reducers.demo import DeMo
 from shoestring.train.reducers.feedback import Compression
 from shoestring.train.reducers.header import exchange_headers, fingerprint, first_bad, first_difference, tensor_hash
 from shoestring.train.reducers.methods import for_tensor
-from shoestring.train.reducers.plan_log import PlanLog
 from shoestring.train.reducers.quantizers import PLAIN
 from shoestring.train.reducers.rounds import Link
-from shoestring.train.reducers.selected import SelectedCompression
-from shoestring.train.reducers.selectors import SelectorName
 from shoestring.train.step import Reducer, Run
 
 COMPARE_EVERY = 100  # steps between comparisons of the replicas' weights
@@ -59,7 +57,7 @@ class CompressedReducer(Reducer, Relaid):
         clip: float = 0.0,
         seed: int = 0,
         compare_every: int = COMPARE_EVERY,
-        selector: SelectorName = "uniform",
+        selector: str = "uniform",
         budget: float | None = None,
         folder: Path | None = None,
         overlap: bool = False,
@@ -79,15 +77,15 @@ class CompressedReducer(Reducer, Relaid):
         chosen = choose(compressor, model, self.params)
         where: dict[str, Any] = {"rank": self.link.rank, "size": self.link.size, "seed": seed}
         self.compression = Compression(chosen, **where)
-        self.selected: SelectedCompression | None = None
         if selector != "uniform":
             shapes = {name: local(p).shape for name, p in self.params.items()}
-            log = PlanLog(folder if mesh.is_main else None)
-            self.selected = SelectedCompression(
-                chosen, wanted=compressor, shapes=shapes, selector=selector, budget=budget, on_plan=log.add, **where
-            )
-            log.begin(self.selected.layers, [c.name for c in self.selected.options])
-            self.compression = self.selected
+            about = {
+                "wanted": compressor,
+                "shapes": shapes,
+                "budget": budget,
+                "folder": folder if mesh.is_main else None,
+            }
+            self.compression = plugins.load("selectors", selector)(chosen, **about, **where)
         self.selector_name = selector
         self.residuals = {n: _residual(self.params[n]) for n, c in chosen.items() if c.feedback}
         self.compression.residuals = {name: local(r) for name, r in self.residuals.items()}
@@ -150,8 +148,8 @@ class CompressedReducer(Reducer, Relaid):
             torch._foreach_copy_([gradients[name] for name in totals], list(totals.values()))
 
     def observe(self, loss: Tensor) -> None:
-        if self.selected is not None:
-            self.selected.loss = float(loss)
+        if self.compression.wants_loss:
+            self.compression.loss = float(loss)
 
     def _compares(self) -> bool:
         return self.compare_every > 0 and self.steps % self.compare_every == 0
@@ -210,11 +208,8 @@ class CompressedReducer(Reducer, Relaid):
         sent, share = self._meter.read()
         squares = [r.square().sum() for r in self.compression.residuals.values()]
         norm = float(torch.stack(squares).sum().sqrt()) if squares else 0.0
-        extra = {}
-        if self.selected is not None:
-            extra["selector_ms"] = 1e3 * self.selected.selector_seconds / max(self.steps, 1)
         return {
-            **extra,
+            **self.compression.scalars(max(self.steps, 1)),
             "sent_mb": sent / 1e6,
             "compression": self.plain_bytes() / max(sent, 1.0),
             "reduce_share": share,
@@ -245,9 +240,8 @@ class CompressedReducer(Reducer, Relaid):
         norms = list(state.get("norms", {}).values())
         if norms and norms[0] is not self.running.norms:  # of another number of replicas
             self.running.norms.copy_(torch.stack(norms).mean(0))
-        if self.selected is not None and self.selected.selector is not None:
-            (decided,) = state["selector"].values()
-            self.selected.selector.load_state_dict(decided)
+        for decided in state.get("selector", {}).values():
+            self.compression.load_decisions(decided)
         if self.leftovers:
             self._say(
                 f"{self.compressor.name} has no error feedback for {len(self.leftovers)} tensors that had it: what is "
@@ -262,12 +256,6 @@ class CompressedReducer(Reducer, Relaid):
                 total += local(part[name])
             total /= self.link.size
 
-    def _selector_state(self) -> dict[str, Any]:
-        """Of the rank that decides; others have none."""
-        if self.selected is None or self.selected.selector is None:
-            return {}
-        return self.selected.selector.state_dict()
-
     def _is_live(self, kept: dict[str, dict[str, Tensor]]) -> bool:
         mine = self._kept()
         return all(t is mine[n] for part in kept.values() for n, t in part.items())
@@ -277,7 +265,7 @@ class CompressedReducer(Reducer, Relaid):
         place = f"private@dp{self.mesh.dp_rank % self.mesh.dp}-tp{self.mesh.tp_rank}"  # the same on all replicas
         memory = {n: dict(m) for n, m in self.compression.memories.items() if m}
         residual = {_replica_key(i): dict(tensors) for i, tensors in by_replica.items() if tensors}
-        selector = self._selector_state()
+        selector = self.compression.decisions()
         state: dict[str, Any] = {"steps": self.steps}
         state |= {"residual": residual} if residual else {}
         if self.buckets is not None and residual:

@@ -8,7 +8,9 @@ name and makes one exchange of them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +21,23 @@ from shoestring.train.reducers.rounds import Exchange, together
 
 
 class Compression:
-    """Residuals and memories of one replica, for tensors with these compressors."""
+    """Residuals and memories of one replica, for tensors with these compressors.
+
+    What a package adds under `shoestring.selectors` opens a subclass that changes `compressors` from step to step."""
+
+    wants_loss = False
+    loss = math.nan  # of this replica in this step, where it is wanted
+
+    def scalars(self, num_steps: int) -> dict[str, float]:
+        """Means over the steps, for the metrics."""
+        return {}
+
+    def decisions(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the rank that decides; others have none."""
+        return {}
+
+    def load_decisions(self, state: dict[str, Any]) -> None:
+        return
 
     def __init__(self, compressors: Mapping[str, Compressor], *, rank: int, size: int, seed: int = 0) -> None:
         self.compressors = dict(compressors)

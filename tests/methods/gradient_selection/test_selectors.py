@@ -12,12 +12,12 @@ from torch import Tensor
 
 from shoestring.errors import UserError
 from shoestring.mesh import MeshConfig
+from shoestring.methods.gradient_selection.hyper import LESSONS, Hyper
+from shoestring.methods.gradient_selection.plan_log import PlanLog, heat_map
+from shoestring.methods.gradient_selection.selected import SelectedCompression, make_selector
+from shoestring.methods.gradient_selection.selectors import MAX_STALENESS, Facts, least_error, option_grid
 from shoestring.train.reducers.build import ReducerConfig, check_reducer
-from shoestring.train.reducers.hyper import LESSONS, Hyper
-from shoestring.train.reducers.plan_log import PlanLog, heat_map
 from shoestring.train.reducers.rounds import emulate
-from shoestring.train.reducers.selected import SelectedCompression, make_selector
-from shoestring.train.reducers.selectors import MAX_STALENESS, Facts, least_error, option_grid
 from shoestring.train.reducers.sparsifiers import TopKSparsifier
 
 WANTED = TopKSparsifier(0.02)

@@ -1,4 +1,4 @@
-"""plans.jsonl of a run folder: which layer was sent how; and what the run's report shows of its reducer.
+"""plans.jsonl of a run folder: which layer was sent how; and what the run's report shows of it.
 
 The first line names layers and options; every other line is a step and one option per layer. At most every EVERY-th
 step is written, so that a long run stays small. The file only informs: lines that a crash has damaged are left out.
@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from shoestring.report import HeatMap, Section, metric_curves
-from shoestring.runlog import append_jsonl, read_jsonl, read_metrics
+from shoestring.report import HeatMap
+from shoestring.runlog import append_jsonl, read_jsonl
 
 FILE = "plans.jsonl"
 EVERY = 10
@@ -30,18 +30,6 @@ class PlanLog:
     def add(self, step: int, plan: list[int]) -> None:
         if self.path is not None and step % EVERY == 0:
             append_jsonl(self.path, {"step": step, "plan": plan})
-
-
-def report_sections(folder: Path) -> list[Section]:
-    """Bytes, shares and residuals over the steps, and the heat map; nothing where gradients were summed plainly."""
-    metrics = read_metrics(folder / "metrics.jsonl")
-    return [
-        metric_curves(metrics, "Gradients sent", "MB per step and replica", "sent_mb"),
-        metric_curves(metrics, "Compression", "times fewer bytes than plain", "compression"),
-        metric_curves(metrics, "Share of the time spent on summing gradients", "share", "reduce_share"),
-        metric_curves(metrics, "Error feedback", "norm of the residual", "residual_norm"),
-        *heat_map(folder),
-    ]
 
 
 def heat_map(folder: Path) -> list[HeatMap]:

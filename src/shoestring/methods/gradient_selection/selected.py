@@ -6,20 +6,20 @@ Then each layer is exchanged by its option. After it, rank 0 makes the next plan
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from shoestring.kernels.comm.cpu_codes import add_moments
-from shoestring.train.reducers.compressor import At, Compressor
-from shoestring.train.reducers.feedback import Compression
-from shoestring.train.reducers.hyper import Hyper
-from shoestring.train.reducers.rounds import Exchange, ToAll, as_bytes, from_bytes
-from shoestring.train.reducers.selectors import (
+from shoestring.methods.gradient_selection.hyper import Hyper
+from shoestring.methods.gradient_selection.plan_log import PlanLog
+from shoestring.methods.gradient_selection.selectors import (
     NUM_FEATURES,
     SKIP,
     Facts,
@@ -31,9 +31,14 @@ from shoestring.train.reducers.selectors import (
     check_budget,
     option_grid,
 )
+from shoestring.train.reducers.compressor import At, Compressor
+from shoestring.train.reducers.feedback import Compression
+from shoestring.train.reducers.rounds import Exchange, ToAll, as_bytes, from_bytes
 
 
 class SelectedCompression(Compression):
+    wants_loss = True
+
     def __init__(
         self,
         compressors: Mapping[str, Compressor],
@@ -53,7 +58,6 @@ class SelectedCompression(Compression):
         self.layers = [n for n, c in compressors.items() if c == wanted]
         self.places = {name: i for i, name in enumerate(self.layers)}
         self.options = option_grid(wanted)
-        self.loss = math.nan  # of this replica in this step
         self.selector_seconds = 0.0
         self.on_plan = on_plan
         bytes_LC = np.array(
@@ -66,6 +70,16 @@ class SelectedCompression(Compression):
         self.selector: Selector | None = None
         if rank == 0:
             self.selector = make_selector(selector, self.options, bytes_LC, self.budget, seed, self.layers)
+
+    def scalars(self, num_steps: int) -> dict[str, float]:
+        return {"selector_ms": 1e3 * self.selector_seconds / num_steps}
+
+    def decisions(self) -> dict[str, Any]:
+        return {} if self.selector is None else self.selector.state_dict()
+
+    def load_decisions(self, state: dict[str, Any]) -> None:
+        if self.selector is not None:
+            self.selector.load_state_dict(state)
 
     def message_bytes(self) -> int:
         """What the small message costs a replica."""
@@ -153,3 +167,20 @@ def make_selector(
         return Hyper(options, bytes_LC, budget, seed, [known.index(k) for k in kinds])
     kind = {"round-robin": RoundRobin, "random": RandomLayers, "l-greco": LGreco}[name]
     return kind(options, bytes_LC, budget, seed)
+
+
+def open_selected(
+    compressors: Mapping[str, Compressor], *, selector: SelectorName, folder: Path | None, **options: Any
+) -> SelectedCompression:
+    """With its plans in `folder`, where there is one."""
+    log = PlanLog(folder)
+    made = SelectedCompression(compressors, selector=selector, on_plan=log.add, **options)
+    log.begin(made.layers, [c.name for c in made.options])
+    return made
+
+
+# Entry points of shoestring.selectors.
+round_robin = partial(open_selected, selector="round-robin")
+random_layers = partial(open_selected, selector="random")
+l_greco = partial(open_selected, selector="l-greco")
+hyper = partial(open_selected, selector="hyper")

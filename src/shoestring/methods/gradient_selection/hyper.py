@@ -31,9 +31,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from shoestring.methods.gradient_selection.selectors import Facts, LGreco
 from shoestring.train.reducers.compressor import Compressor
 from shoestring.train.reducers.quantizers import INT8
-from shoestring.train.reducers.selectors import Facts, LGreco
 
 LESSONS, LESSON_EVERY = 100, 10  # steps with a measurement each, and steps between two of them later
 KEPT_LESSONS, PASSES = 128, 3  # measurements that are learned from, and how often at each new one

@@ -32,7 +32,7 @@ from shoestring.train.reducers.quantizers import INT4, INT8
 from shoestring.train.reducers.rounds import Exchange
 from shoestring.train.reducers.sparsifiers import TopKSparsifier
 
-SelectorName = Literal["uniform", "round-robin", "random", "l-greco", "hyper"]
+SelectorName = Literal["round-robin", "random", "l-greco", "hyper"]
 MAX_CARRY = 2.0
 MAX_STALENESS = 32
 MEASURE_EVERY = 25  # steps between L-GreCo's measurements of errors
