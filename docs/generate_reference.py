@@ -175,7 +175,7 @@ def _by_name(bodies: dict[str, Any]) -> list[list[str]]:
 
 
 def _routes() -> list[list[str]]:
-    from shoestring.serve.http.app import OPEN_PATHS
+    from shoestring.serve.http.middleware import OPEN_PATHS
 
     rows = []
     for route in _server_app().routes:

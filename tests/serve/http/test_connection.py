@@ -21,8 +21,8 @@ from serving import running, wait_for  # noqa: E402
 from uvicorn.server import ServerState  # noqa: E402
 
 from shoestring.errors import UserError  # noqa: E402
-from shoestring.serve.http.app import is_known_host, network_of  # noqa: E402
 from shoestring.serve.http.connection import ConnectionLimits, LimitedConnection, _Http  # noqa: E402
+from shoestring.serve.http.middleware import is_known_host, network_of  # noqa: E402
 from shoestring.serve.http.server import ServeOptions  # noqa: E402
 
 TEXT = "/v1/completions"

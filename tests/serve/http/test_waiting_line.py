@@ -14,7 +14,7 @@ from serving import running, wait_for  # noqa: E402
 
 from shoestring.serve import Sampling  # noqa: E402
 from shoestring.serve.engine.engine import Engine  # noqa: E402
-from shoestring.serve.http.waiting_line import WaitingLine, who_gives_way  # noqa: E402
+from shoestring.serve.http.fair_line import FairLine, who_gives_way  # noqa: E402
 from tiny import chat_tokenizer, served_model  # noqa: E402
 
 TEXT = "/v1/completions"
@@ -27,9 +27,9 @@ class Waiting:
 
 
 def test_the_client_with_the_fewest_running_texts_is_next() -> None:
-    line: WaitingLine[Waiting] = WaitingLine()
+    line: FairLine[Waiting] = FairLine()
     for client, number in (("a", 1), ("a", 2), ("b", 1), ("a", 3), ("c", 1), ("b", 2)):
-        line.push(Waiting(client, number))
+        line.put(client, Waiting(client, number))
     running: Counter[str] = Counter()
     order = []
     while line:
@@ -40,11 +40,11 @@ def test_the_client_with_the_fewest_running_texts_is_next() -> None:
 
 
 def test_a_text_that_ran_before_is_its_clients_next() -> None:
-    line: WaitingLine[Waiting] = WaitingLine()
+    line: FairLine[Waiting] = FairLine()
     new, old = Waiting("a", 2), Waiting("a", 1)
-    line.push(new)
-    line.push(old, first=True)
-    assert line.pop("a") is old and line.remove(new) and not line.remove(new) and len(line) == 0
+    line.put("a", new)
+    line.put("a", old, first=True)
+    assert line.pop("a") is old and line.remove("a", new) and not line.remove("a", new) and len(line) == 0
 
 
 def test_who_gives_way() -> None:

@@ -15,7 +15,7 @@ So a long prompt never stalls decoding requests, and none starves: the oldest re
 every other block, and a request that can never fit is refused on arrival), so it ends, and the next becomes the oldest.
 
 Pure bookkeeping: no tensors, no clock. Left out: priorities; fairness between clients is the server's
-(serve/http/waiting_line.py), which pauses and resumes requests.
+(serve/http/fair_line.py), which pauses and resumes requests.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The thread that owns the engine: how requests get in and tokens get out.
 
 The engine is not thread-safe, so only this thread calls it. One turn of its loop: read the inbox, let texts into the
-engine, step it, report the outputs. Texts wait in a `WaitingLine`, so that clients share the engine fairly. Other
+engine, step it, report the outputs. Texts wait in a `FairLine`, so that clients share the engine fairly. Other
 threads send messages through the inbox (`post`); `on_report` gets what came of a turn, all texts together, and passes
 it on to the HTTP side (engine_client.py), which may be another process (http_process.py).
 
@@ -42,9 +42,9 @@ from shoestring.serve.http.engine_messages import (
     Report,
     deadline_error,
 )
+from shoestring.serve.http.fair_line import FairLine, who_gives_way
 from shoestring.serve.http.metrics import Metrics
 from shoestring.serve.http.request_schema import ApiError
-from shoestring.serve.http.waiting_line import WaitingLine, who_gives_way
 from shoestring.state.reshard.version import WeightsVersion
 
 log = logging.getLogger("shoestring.serve")
@@ -87,11 +87,11 @@ class EngineThread:
         self._known: dict[int, PendingChoice] = {}  # by their own ids; not done
         self._choices: dict[int, PendingChoice] = {}  # by the engine's request id
         self._not_started: set[PendingChoice] = set()  # of those, the ones that were not scheduled yet
-        self._to_score: WaitingLine[PendingChoice] = WaitingLine()
+        self._to_score: FairLine[PendingChoice] = FairLine()
         self._score_from = 0.0  # not before, while texts are computed
         self._scored: PendingChoice | None = None  # its prompt is being scored
         self._stopping = False
-        self._line: WaitingLine[PendingChoice] = WaitingLine()
+        self._line: FairLine[PendingChoice] = FairLine()
         self._report = Report()  # of this turn, so far
         self._in_parts: set[int] = set()  # choices in its parts
         self._step_began: float | None = None  # None: waits for something to do
@@ -256,10 +256,10 @@ class EngineThread:
         if choice.embedding is not None:
             lengths = [len(text) for text in choice.embedding.texts]
             choice.embedding.batches = embedding_batches(lengths, self.engine.chunk)[::-1]  # the shortest are last
-            self._to_score.push(choice)
+            self._to_score.put(choice.client, choice)
             return
         if choice.score_prompt is not None:
-            self._to_score.push(choice)
+            self._to_score.put(choice.client, choice)
             return
         if choice.no_new_tokens:
             now = self.engine.clock()
@@ -268,13 +268,13 @@ class EngineThread:
             self._emit(choice, ChoiceDelta(finish_reason="length"))
             self._close_choice(choice, "length")
             return
-        self._line.push(choice)
+        self._line.put(choice.client, choice)
 
     def _let_in(self) -> None:
         """Fill the engine from the line; where it is full, texts of clients with many give way to those with few."""
         if self._update is not None:  # new texts wait for new weights; those that have given way end with the old ones
             for choice in [c for c in self._begun if c.embedding is None][: self.max_running - len(self._choices)]:
-                self._line.remove(choice)
+                self._line.remove(choice.client, choice)
                 self._enter(choice)
             return
         while self._line:
@@ -305,7 +305,7 @@ class EngineThread:
         assert choice.request is not None
         self.engine.pause(choice.request)
         del self._choices[choice.request.id]
-        self._line.push(choice, first=True)
+        self._line.put(choice.client, choice, first=True)
 
     def _next_to_score(self) -> PendingChoice | None:
         """Whose prompt or texts are next, if there is time now. Before new weights only what the old ones began."""
@@ -315,7 +315,7 @@ class EngineThread:
             return self._to_score.pop(self._to_score.next_client(Counter()))
         choice = next((c for c in self._begun if c.embedding is not None), None)
         if choice is not None:
-            self._to_score.remove(choice)
+            self._to_score.remove(choice.client, choice)
         return choice
 
     @property
@@ -379,7 +379,7 @@ class EngineThread:
             return
         job.vectors.update(zip(numbers, vectors, strict=True))
         if job.batches:
-            self._to_score.push(choice, first=True)
+            self._to_score.put(choice.client, choice, first=True)
             return
         self._time_first_token(choice, self.engine.clock())
         found = torch.stack([job.vectors[i] for i in range(len(job.texts))])
@@ -483,8 +483,8 @@ class EngineThread:
             return
         if choice.request is not None:
             self.engine.abort(choice.request)
-        self._to_score.remove(choice)
-        self._line.remove(choice)
+        self._to_score.remove(choice.client, choice)
+        self._line.remove(choice.client, choice)
         self._close_choice(choice, reason)
 
     def _close_choice(self, choice: PendingChoice, reason: str) -> None:

@@ -9,7 +9,7 @@ There is one thread per lane, so that a long job delays only jobs of its own kin
     grammar    compiling JSON schemas
     render     writing responses with many log-probabilities
 
-Each lane has a `FairQueue`: clients take turns, one client can fill only its share. A job that finds the queue full is
+Each lane has a `FairLine`: clients take turns, one client can fill only its share. A job that finds the queue full is
 refused (429); one that is not done in time is given up (503). Both say when to try again.
 
 A job may hold the GIL for most of its time (JSON). The heavy lane therefore rests after a long job for as long as that
@@ -34,7 +34,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-from shoestring.serve.http.fair_queue import FairQueue, FairQueueFull
+from shoestring.serve.http.fair_line import FairLine, LineFull
 from shoestring.serve.http.request_schema import ApiError
 
 T = TypeVar("T")
@@ -92,8 +92,8 @@ class RequestWorkers:
         job = _Job(work, loop, loop.create_future())
         thread = self._lanes[lane]
         try:
-            ticket = thread.put(client, size, job)
-        except FairQueueFull as full:
+            thread.put(client, size, job)
+        except LineFull as full:
             whose = "of yours " if full.of_client else ""
             raise ApiError(
                 429,
@@ -107,7 +107,7 @@ class RequestWorkers:
         finally:
             give_up.cancel()
             if not job.begun:
-                thread.remove(ticket)
+                thread.remove(client, job)
 
     def stop(self) -> None:
         for thread in self._lanes.values():
@@ -127,20 +127,19 @@ class _LaneThread:
     def __init__(self, name: str, max_jobs: int, max_bytes: int, polite: bool = False) -> None:
         """`polite`: it leaves time to others, and rests after a long job."""
         self._polite = polite
-        self._queue: FairQueue[_Job] = FairQueue(max_jobs, max_bytes)
+        self._line: FairLine[_Job] = FairLine(max_jobs, max_bytes)
         self._changed = threading.Condition()
         self._stopped = False
         threading.Thread(target=self._run, name=f"shoestring-{name}", daemon=True).start()
 
-    def put(self, client: str, size: int, job: _Job) -> Any:
+    def put(self, client: str, size: int, job: _Job) -> None:
         with self._changed:
-            ticket = self._queue.put(client, size, job)
+            self._line.put(client, job, size)
             self._changed.notify()
-        return ticket
 
-    def remove(self, ticket: Any) -> None:
+    def remove(self, client: str, job: _Job) -> None:
         with self._changed:
-            self._queue.remove(ticket)
+            self._line.remove(client, job)
 
     def stop(self) -> None:
         with self._changed:
@@ -153,11 +152,11 @@ class _LaneThread:
                 os.setpriority(os.PRIO_PROCESS, 0, max(POLITE, os.getpriority(os.PRIO_PROCESS, 0)))  # 0: this thread
         while True:
             with self._changed:
-                while not self._queue and not self._stopped:
+                while not self._line and not self._stopped:
                     self._changed.wait()
                 if self._stopped:
                     return
-                job = self._queue.pop().item
+                job = self._line.pop()
                 job.begun = True
             result, error, began = None, None, time.monotonic()
             try:
