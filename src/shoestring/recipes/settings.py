@@ -56,16 +56,16 @@ class ScheduleSettings:
 @dataclass(frozen=True)
 class OptimSettings(ScheduleSettings):
     schedule: Literal["cosine", "wsd"] = option(
-        "cosine", "cosine to a tenth, or stable, then linear to zero", advanced=True
+        "cosine", "cosine to a tenth, or stable, then linear to zero", advanced=True, deciding=False
     )
-    weight_decay: float = option(0.0, "AdamW decay of the matrices", least=0, advanced=True)
+    weight_decay: float = option(0.0, "AdamW decay of the matrices", least=0, advanced=True, deciding=False)
 
 
 @dataclass(frozen=True)
 class RanksSettings:
     """Of training on one or several processes."""
 
-    clip: float = option(1.0, "largest gradient norm; 0 is off", least=0, advanced=True)
+    clip: float = option(1.0, "largest gradient norm; 0 is off", least=0, advanced=True, deciding=False)
     recompute: bool = option(
         False,
         "keep one activation per block, recompute the rest: less memory, more time",
@@ -92,13 +92,6 @@ class FormatSettings:
     rules: str | None = option(None, "instead of format: glob=format;glob=format, the first that matches wins")
     embed: str = option(EMBED, EMBED_HELP)
     out: str | None = option(None, "folder for the packed model; none puts it into the run folder", deciding=False)
-
-
-@dataclass(frozen=True)
-class DenseOutSettings:
-    dense_out: str | None = option(
-        None, "also write the rounded weights as a dense Hugging Face folder", advanced=True, deciding=False
-    )
 
 
 @dataclass(frozen=True)
@@ -142,9 +135,18 @@ class EvalSettings:
 
     text: str | None = option(None, "a text file: perplexity before and after")
     data: str | None = option(None, "or a corpus: its validation split. A run is evaluated on its own by default")
-    context: int = option(512, "tokens the model sees at once in the evaluation", least=2, advanced=True)
     max_tokens: int = option(16384, "tokens of the text to evaluate at most", least=2, advanced=True)
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = option("auto", "compute precision; auto: bf16 on a GPU")
+
+
+@dataclass(frozen=True)
+class RoundSettings(EvalSettings):
+    """... and whose result is the rounded model."""
+
+    context: int = option(512, "tokens the model sees at once in the evaluation", least=2, advanced=True)
+    dense_out: str | None = option(
+        None, "also write the rounded weights as a dense Hugging Face folder", advanced=True, deciding=False
+    )
 
 
 @dataclass(frozen=True)

@@ -36,9 +36,6 @@ MAX_PERPLEXITY = 10.0
 VERIFIED_PARAMS = 2_000_000_000  # up to here one short input costs less than loading the model
 KL_TOKENS = 128  # of the evaluated text, or of the calibration text
 OUT_OF_LINE = 5.0  # times the median error of the layers of a kind
-VERIFY_HELP = "run one short input through the packed model and compare with its decoded weights; auto: up to 2B"
-MAX_HELP = "do not deliver a model whose perplexity is more than this many times the original one"
-FORCE_HELP = "deliver the model even if it is broken or its perplexity exceeds max_perplexity"
 
 
 @dataclass(frozen=True)

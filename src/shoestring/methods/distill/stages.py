@@ -101,6 +101,7 @@ class LowbitSettings(GateSettings, RanksSettings, TrainSettings, FormatSettings,
     eval_tokens: int = option(16384, "tokens of the text to evaluate at most", least=2, advanced=True)
     compile: Literal["off", "blocks"] = option("off", "torch.compile each block")
     log_every: int = option(5)
+    clip: float = option(1.0, deciding=True)
     save_every: int = option(50)
 
 

@@ -33,14 +33,15 @@ from shoestring.evals.model_row import (
 )
 from shoestring.methods.skipping.sets import SEARCHED, FoundSet, SkipGoal, calibration, find_set, left_out
 from shoestring.model import load_model
+from shoestring.recipes.settings import CalibSettings, EvalSettings, RunSettings
 from shoestring.report import Curves, Section, Series, Table, Text, eval_table, run_sections, write_report
 from shoestring.runlog import RunLog, check_run_folder, open_run_folder, write_atomically
 
 CONTEXT = 2048
 
 
-@dataclass(frozen=True)
-class Config:
+@dataclass(frozen=True, kw_only=True)
+class Config(EvalSettings, RunSettings, CalibSettings):
     model: str = option(help="a Hugging Face folder, a run folder or a .gguf file")
     method: Literal["measured", "adaskip", "lossless", "early_exit", "unified"] = option(
         "measured", "how sublayers are chosen; lossless: the best set for drafting"
@@ -54,17 +55,10 @@ class Config:
     calib: str | None = option(
         None, "calibration text or corpus; none: a run's own training text, else the Python standard library"
     )
-    calib_windows: int = option(2, "windows of calibration text", least=1)
-    calib_context: int = option(512, "tokens in a window", least=1)
+    calib_windows: int = option(2)
     rows: int = option(256, "predictions compared per trial", least=1, advanced=True)
     lookahead: int = option(6, "candidates measured again before each choice", least=1, advanced=True)
     out: str | None = option(None, "file for the set; none puts skip.json into the run folder")
-    text: str | None = option(None, "a text file: perplexity before and after")
-    data: str | None = option(None, "or a corpus: its validation split. A run is evaluated on its own by default")
-    max_tokens: int = option(16384, "tokens of the text to evaluate at most", least=2, advanced=True)
-    dtype: Literal["auto", "fp32", "bf16", "fp16"] = option("auto", "compute precision; auto: bf16 on a GPU")
-    device: str = option("auto", "auto, cpu, cuda or cuda:1 ...")
-    run: str | None = option(None, "folder for this run; none makes runs/shrink-skip_set-DATE")
 
 
 def main(cfg: Config) -> Path:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from shoestring.config import option, to_json
+from shoestring.config import deciding, option, to_json
 from shoestring.device import pick_dtype
 from shoestring.errors import UserError
 from shoestring.evals.model_row import check_apart, evaluate_row, need_tokenizer, read_tokens, text_tokens
@@ -37,6 +37,15 @@ from shoestring.methods.sparse24.slorb import Slorb
 from shoestring.methods.sparse24.training import check_torch, flip_plots
 from shoestring.model import Decoder, LoadedModel, ModelSpec, Tokenizer, load_model, save_model
 from shoestring.model.parallel import ParallelConfig
+from shoestring.recipes.settings import (
+    CalibSettings,
+    GateSettings,
+    OffloadSettings,
+    OptimSettings,
+    RanksSettings,
+    SourceSettings,
+    TrainSettings,
+)
 from shoestring.recipes.shrink_run import ShrinkRun, calibration_windows, check_model_given, load_where_it_fits
 from shoestring.report import Curves, Section, Series, Table, Text, eval_table, in_words, run_sections, write_report
 from shoestring.runlog import (
@@ -50,11 +59,10 @@ from shoestring.runlog import (
 )
 from shoestring.shrink.block_files import BlockFiles
 from shoestring.shrink.calibrate import BlockStep, Calibration, walk
-from shoestring.shrink.quality_gate import FORCE_HELP, MAX_HELP, MAX_PERPLEXITY, VERIFY_HELP
 from shoestring.shrink.self_text import PAPER, check_room, generate_text, read_prompts
 from shoestring.shrink.whole_model import EMBED_HELP, give_embedding
 from shoestring.state.checkpoint import check_steps
-from shoestring.state.checkpointer import Checkpointer, ResumeFrom
+from shoestring.state.checkpointer import Checkpointer
 from shoestring.state.run_lock import check_not_held
 from shoestring.train.data import TokenData, check_pass, rows_per_pass
 from shoestring.train.pretraining import few_documents, validation_data, validation_loss
@@ -63,43 +71,10 @@ from shoestring.train.step import Run
 
 RECIPE = "shrink/prune24"
 SELF = "self.jsonl"  # the generated text, in the run folder
-# Prune24Settings that finished blocks and steps depend on.
-DECIDING = (
-    "model", "layers", "method", "calib", "calib_windows", "calib_context", "damping", "slorb", "projection", "train",
-    "start", "data", "max_mb", "batch", "context", "lr", "refresh", "seed", "dtype", "pull", "anneal", "distill", "kl",
-    "ce", "temperature", "prompts", "self_texts", "self_tokens",
-)  # fmt: skip
-# Prune24Settings that do nothing with train=none.
-TRAINING = (
-    "start", "data", "prompts", "self_texts", "self_tokens", "max_mb", "steps", "batch", "context", "micro", "lr",
-    "warmup", "schedule", "weight_decay", "clip", "pull", "anneal", "refresh", "distill", "kl", "ce", "temperature",
-    "seed", "recompute", "compile", "log_every", "eval_every", "save_every", "flip_every",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Prune24Settings:
-    model: str = option("", "a Hugging Face folder, a run folder or a .gguf file; required without resume=")
-    layers: str = option("*", "glob of the layers to prune; the output head only if it is named")
-    embed: str = option("dense", f"packed/: {EMBED_HELP}")
-    method: Literal["sparsegpt", "wanda", "magnitude"] = option("sparsegpt", "the one-shot method")
-    calib: str | None = option(None, "calibration text or corpus; a run is calibrated on its own training text")
-    calib_windows: int = option(32, "windows of calibration text", least=1)
-    calib_context: int = option(512, "tokens in a window", least=1)
-    damping: float = option(0.01, "sparsegpt: added to the Hessian's diagonal, as a part of its mean", advanced=True)
-    stream: Literal["auto", "true", "false"] = option(
-        "auto",
-        "one-shot; true: the model stays in the host's memory and one block at a time goes to the device; auto: "
-        "where the whole model would take more than half of the device's free memory",
-        advanced=True,
-    )
-    memory_gb: float = option(4.0, "activations beyond this go to a file", least=0, advanced=True)
-    spill: str | None = option(None, "folder for that file; none: the system's temporary folder", advanced=True)
-    slorb: int = option(0, "add a branch over sums of this many inputs, 16 is the paper's; 0: none", least=0)
-    projection: Literal["sum", "trained"] = option(
-        "sum", "slorb: block sums, or train the projection as well", advanced=True
-    )
-    train: Literal["ast", "cast", "none"] = option("ast", "how to retrain; none stops after the one-shot pruning")
+class RetrainSettings(OptimSettings, RanksSettings, TrainSettings):
     start: Literal["auto", "oneshot", "dense"] = option(
         "auto", "weights that training starts from; auto: one-shot for ast, dense for cast", advanced=True
     )
@@ -108,21 +83,9 @@ class Prune24Settings:
     self_texts: int = option(2000, "data=self: texts to write", least=1, advanced=True)
     self_tokens: int = option(512, "data=self: tokens of a text at most", least=1, advanced=True)
     max_mb: float | None = option(100.0, "read at most this many megabytes of the corpus; none reads all", least=0.001)
-    steps: int = option(1000, "optimizer steps", least=1)
-    batch: int = option(16, "rows per step over all ranks", least=1)
-    context: int = option(1024, "tokens per row", least=1)
-    micro: int | None = option(
-        None, "rows per forward pass on one rank, to save memory; none: all at once", least=1, advanced=True
-    )
-    lr: float = option(2e-4, "peak learning rate; cast needs a larger one", least=0)
-    warmup: int = option(50, "steps of linear warm-up", least=0)
-    schedule: Literal["cosine", "wsd"] = option(
-        "cosine", "cosine to a tenth, or stable, then linear to zero", advanced=True
-    )
-    weight_decay: float = option(
-        0.0, "AdamW decay of all matrices; separate from the pull on masked weights", least=0, advanced=True
-    )
-    clip: float = option(1.0, "largest gradient norm; 0 is off", least=0, advanced=True)
+    lr: float = option(2e-4, "peak learning rate; cast needs a larger one")
+    warmup: int = option(50, deciding=False)
+    weight_decay: float = option(0.0, "AdamW decay of all matrices; separate from the pull on masked weights")
     pull: float | None = option(
         None,
         "strength of the pull on masked weights; none: from the gradients of the first step",
@@ -145,30 +108,36 @@ class Prune24Settings:
     temperature: float | None = option(
         None, "softmax temperature of the predictions; none: 2 for ast, 1 for cast", least=0, advanced=True
     )
-    text: str | None = option(None, "a text file: perplexity of every stage; default: a run's own validation split")
-    max_tokens: int = option(16384, "tokens of the text to evaluate at most", least=2, advanced=True)
-    verify: Literal["auto", "true", "false"] = option("auto", VERIFY_HELP, advanced=True)
-    max_perplexity: float = option(MAX_PERPLEXITY, MAX_HELP, least=1, advanced=True)
-    force: bool = option(False, FORCE_HELP)
-    seed: int = option(0, "random seed of the order of the data", least=0)
-    dtype: Literal["auto", "fp32", "bf16"] = option("auto", "compute precision, masters are fp32; auto: bf16 on GPU")
-    device: str = option("auto", "auto, cpu, cuda or cuda:1 ...")
-    recompute: bool = option(
-        False, "keep one activation per block, recompute the rest: less memory, more time", advanced=True
-    )
-    compile: Literal["off", "blocks", "whole"] = option(
-        "off", "torch.compile each block, or all as one graph", advanced=True
-    )
     mesh: MeshConfig = option(MeshConfig(), "how processes share the retraining; pruning runs on the first")
-    log_every: int = option(10, "steps between lines of metrics.jsonl", least=1, advanced=True)
-    eval_every: int = option(100, "steps between validation losses; 0 is off", least=0)
-    save_every: int = option(200, "steps between checkpoints; 0 saves only on Ctrl-C", least=0)
-    flip_every: int = option(10, "steps between measurements of the flip rate", least=1, advanced=True)
-    run: str | None = option(None, "folder for this run; none makes runs/shrink-prune24-DATE")
-    resume: str | None = option(None, "a stopped run folder to continue; its settings are used")
-    resume_from: ResumeFrom = option(
-        "newest", "previous: from the checkpoint before the newest, which is set aside", advanced=True
+    flip_every: int = option(10, "steps between measurements of the flip rate", least=1, advanced=True, deciding=False)
+
+
+# What the one-shot pruning needs of them; the others do nothing with train=none.
+ONE_SHOT = ("device", "run", "resume", "resume_from", "dtype", "mesh")
+TRAINING = [f.name for f in fields(RetrainSettings) if f.name not in ONE_SHOT]
+
+
+@dataclass(frozen=True)
+class Prune24Settings(GateSettings, RetrainSettings, OffloadSettings, CalibSettings, SourceSettings):
+    layers: str = option("*", "glob of the layers to prune; the output head only if it is named")
+    embed: str = option("dense", f"packed/: {EMBED_HELP}", deciding=False)
+    method: Literal["sparsegpt", "wanda", "magnitude"] = option("sparsegpt", "the one-shot method")
+    calib: str | None = option(None, "calibration text or corpus; a run is calibrated on its own training text")
+    damping: float = option(0.01, "sparsegpt: added to the Hessian's diagonal, as a part of its mean", advanced=True)
+    stream: Literal["auto", "true", "false"] = option(
+        "auto",
+        "one-shot; true: the model stays in the host's memory and one block at a time goes to the device; auto: "
+        "where the whole model would take more than half of the device's free memory",
     )
+    slorb: int = option(0, "add a branch over sums of this many inputs, 16 is the paper's; 0: none", least=0)
+    projection: Literal["sum", "trained"] = option(
+        "sum", "slorb: block sums, or train the projection as well", advanced=True
+    )
+    train: Literal["ast", "cast", "none"] = option("ast", "how to retrain; none stops after the one-shot pruning")
+    text: str | None = option(
+        None, "a text file: perplexity of every stage; default: a run's own validation split", deciding=False
+    )
+    max_tokens: int = option(16384, "tokens of the text to evaluate at most", least=2, advanced=True, deciding=False)
 
 
 # -- before --------------------------------------------------------------------------------------------------
@@ -203,7 +172,7 @@ def check(cfg: Prune24Settings) -> None:
     check_resume_from(to_json(cfg))
     if cfg.resume is not None:
         check_not_held(Path(cfg.resume))
-        check_steps(cfg.steps, open_run_folder(RECIPE, to_json(cfg), DECIDING))  # before any text is read
+        check_steps(cfg.steps, open_run_folder(RECIPE, to_json(cfg), deciding(type(cfg))))  # before any text is read
     elif cfg.run is not None:
         check_free(Path(cfg.run))
 

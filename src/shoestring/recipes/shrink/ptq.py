@@ -49,13 +49,12 @@ from shoestring.paths import find_model
 from shoestring.recipes.encoders import shrink_encoder
 from shoestring.recipes.settings import (
     CalibSettings,
-    DenseOutSettings,
-    EvalSettings,
     FormatSettings,
     GateSettings,
     MixSettings,
     OffloadSettings,
     ResumeSettings,
+    RoundSettings,
     SourceSettings,
 )
 from shoestring.recipes.shrink_run import (
@@ -87,9 +86,8 @@ DAMAGE = "damage.jsonl"  # finished trials of bits_budget
 @dataclass(frozen=True)
 class Config(
     GateSettings,
-    EvalSettings,
+    RoundSettings,
     ResumeSettings,
-    DenseOutSettings,
     OffloadSettings,
     MixSettings,
     CalibSettings,

@@ -27,7 +27,7 @@ from shoestring.model.encoder_types import encoder_type
 from shoestring.model.folder import described
 from shoestring.model.save import round_rest
 from shoestring.paths import find_model
-from shoestring.recipes.settings import DenseOutSettings, EvalSettings, FormatSettings, GateSettings, RunSettings
+from shoestring.recipes.settings import FormatSettings, GateSettings, RoundSettings, RunSettings
 from shoestring.recipes.shrink_run import read_rules, report_before_after
 from shoestring.runlog import RunLog, check_outputs, check_run_folder, open_run_folder
 from shoestring.shrink.quality_gate import judge, mean_kl, predictions, refuse, verify_model
@@ -36,7 +36,7 @@ from shoestring.shrink.whole_model import with_embedding
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(GateSettings, EvalSettings, RunSettings, DenseOutSettings, FormatSettings):
+class Config(GateSettings, RoundSettings, RunSettings, FormatSettings):
     model: str = option(help="a Hugging Face folder, a run folder or a .gguf file")
     speed: bool = option(False, "measure tokens per second before and after")
 

@@ -21,8 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from shoestring.config import Retired, config_record, option, to_json
-from shoestring.config import deciding as deciding_of
+from shoestring.config import Retired, config_record, deciding, option, to_json
 from shoestring.device import pick_dtype
 from shoestring.errors import Interrupted, UserError, in_run
 from shoestring.evals.model_row import evaluate_row
@@ -110,16 +109,13 @@ def pretrain(
     rules: Sequence[Rule] = (),
     make_hooks: Callable[[Decoder, Mesh, TokenData], list[Hook]] = lambda model, mesh, data: [],
     plots: Callable[[Path], list[Section]] = lambda folder: [],
-    deciding: Sequence[str] = (),
     deliver: Callable[[Path], Sequence[str]] = lambda folder: (),
 ) -> Path:
-    """The whole run. Other training recipes give Formats for the layers (`rules`), hooks, plots, further settings that
-    a resumed run may not change, and a function over model/ on the first rank that returns commands to try."""
+    """The whole run. Other training recipes give Formats for the layers (`rules`), hooks, plots, and a function over
+    model/ on the first rank that returns commands to try."""
     if cfg.resume is not None:
         check_not_held(Path(cfg.resume))
-        check_steps(
-            cfg.steps, open_run_folder(recipe, to_json(cfg), (*deciding_of(type(cfg), unless_said=False), *deciding))
-        )
+        check_steps(cfg.steps, open_run_folder(recipe, to_json(cfg), deciding(type(cfg), unless_said=False)))
     elif cfg.run is not None:
         check_free(Path(cfg.run))
     check_resume_from(to_json(cfg))

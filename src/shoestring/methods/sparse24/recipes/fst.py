@@ -50,16 +50,15 @@ PRUNED_GRADIENTS_FROM = 2048
 
 @dataclass(frozen=True)
 class SparseConfig(dense.Config):
-    layers: str = option("*.mlp.*", "glob of the layers that are 2:4; the rest stays dense")
+    layers: str = option("*.mlp.*", "glob of the layers that are 2:4; the rest stays dense", deciding=True)
     weight_grad: Literal["auto", "mvue", "exact"] = option(
         "auto",
         f"prune output gradients too (mvue) or not; auto: from d_model={PRUNED_GRADIENTS_FROM} on",
         advanced=True,
+        deciding=True,
     )
     flip_every: int = option(10, "steps between measurements of the flip rate", least=1, advanced=True)
-    schedule: Literal["cosine", "wsd"] = option(
-        "wsd", "stable, then linear to zero; or cosine to a tenth", advanced=True
-    )
+    schedule: Literal["cosine", "wsd"] = option("wsd", "stable, then linear to zero; or cosine to a tenth")
 
 
 AnyConfig = TypeVar("AnyConfig", bound=SparseConfig)
@@ -68,11 +67,15 @@ AnyConfig = TypeVar("AnyConfig", bound=SparseConfig)
 @dataclass(frozen=True)
 class Config(SparseConfig):
     refresh: int = option(40, "steps between new masks", least=1, advanced=True)
-    decay: float | None = option(None, "masked decay; none: found by the flip-rate controller", least=0, advanced=True)
+    decay: float | None = option(
+        None, "masked decay; none: found by the flip-rate controller", least=0, advanced=True, deciding=True
+    )
     probe: int | None = option(
         None, "dense steps at the start; none: the warm-up; 0 only with decay=", least=0, advanced=True
     )
-    finish: float = option(1 / 6, "share of the steps at the end that are dense; 0: none, the delivered model is 2:4")
+    finish: float = option(
+        1 / 6, "share of the steps at the end that are dense; 0: none, the delivered model is 2:4", deciding=True
+    )
 
 
 def main(cfg: Config) -> Path:
@@ -84,7 +87,6 @@ def main(cfg: Config) -> Path:
         rules=[(cfg.layers, pruning(cfg))],
         make_hooks=partial(make_hooks, cfg),
         plots=training.flip_plots,
-        deciding=("layers", "weight_grad", "decay", "finish"),
         deliver=partial(deliver_packed, cfg) if cfg.finish == 0 else lambda folder: [],
     )
 

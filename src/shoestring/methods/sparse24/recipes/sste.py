@@ -41,8 +41,12 @@ from shoestring.train.step import Hook
 
 @dataclass(frozen=True)
 class Config(SparseConfig):
-    method: Literal["sste", "srste"] = option("sste", "soft threshold, or hard masks with decay (SR-STE)")
-    precision: Literal["full", "fp8"] = option("full", "operands of the 2:4 layers' products: as they are, or FP8")
+    method: Literal["sste", "srste"] = option(
+        "sste", "soft threshold, or hard masks with decay (SR-STE)", deciding=True
+    )
+    precision: Literal["full", "fp8"] = option(
+        "full", "operands of the 2:4 layers' products: as they are, or FP8", deciding=True
+    )
     decay: float | None = option(None, "masked decay of method=srste; none: 2e-4", least=0, advanced=True)
 
 
@@ -57,7 +61,6 @@ def main(cfg: Config) -> Path:
         rules=[(cfg.layers, pruning(cfg))],
         make_hooks=partial(make_hooks, cfg),
         plots=flip_plots,
-        deciding=("layers", "weight_grad", "method", "precision"),
         deliver=lambda folder: deliver_packed(cfg, folder),
     )
 
