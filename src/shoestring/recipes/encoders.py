@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoestring.config import to_json
 from shoestring.device import pick_device, pick_dtype
-from shoestring.errors import UserError, in_run
+from shoestring.errors import UserError
 from shoestring.evals.model_row import read_tokens
 from shoestring.formats import Format, convert, pack, parse_format, self_check
 from shoestring.formats.convert import Rule
@@ -35,16 +35,15 @@ from shoestring.model.encoder_types import IMAGE_TYPES, encoder_type
 from shoestring.model.module_blocks import ModuleBlocks
 from shoestring.model.save import round_rest
 from shoestring.model.tokenizer import Tokenizer
-from shoestring.recipes.shrink_run import error_sections, keep_source, read_rules
+from shoestring.recipes.shrink_run import blocks_done, error_sections, open_run, read_rules
 from shoestring.report import Text, eval_table, run_sections, write_report
-from shoestring.runlog import RunLog, open_run_folder, resumable, write_atomically
+from shoestring.runlog import write_atomically
 from shoestring.serve.engine.encoder import EncoderRunner, folder_pooling, text_encoder
 from shoestring.shrink.block_files import BlockFiles
 from shoestring.shrink.blockwise import Blockwise, quantize_blocks
 from shoestring.shrink.calibrate import Calibration, windows
 from shoestring.shrink.quality_gate import judge, outlier_table, outliers, refuse
 from shoestring.shrink.quantize import Method, plan
-from shoestring.state.run_lock import hold_run
 from shoestring.state.tensor_files import TensorFiles
 
 if TYPE_CHECKING:
@@ -92,16 +91,8 @@ def shrink_encoder(cfg: Config, source: Path, method: Method | Blockwise, calibr
     rules = block_rules(read_rules(cfg.rules, cfg.format))
     plan(blocks, rules)
     held, calib = inputs[::HELD_OUT], inputs[torch.arange(len(inputs)) % HELD_OUT != 0]
-    folder = open_run_folder(RECIPE, to_json(cfg))
-    keep_source(folder, source)
-    files = BlockFiles(folder / "blocks")
-    with (
-        in_run(folder),
-        resumable(RECIPE, folder, lambda: f" after {files.count()} of {len(blocks.blocks)} blocks"),
-        hold_run(folder),
-    ):
-        log = RunLog(folder)
-        log.save_config({"recipe": RECIPE, "config": {**to_json(cfg), "resume": None, "run": str(folder)}})
+    with open_run(RECIPE, cfg, source, device=device, done=partial(blocks_done, len(blocks.blocks))) as run:
+        folder, log, files = run.folder, run.log, BlockFiles(run.folder / "blocks")
         log.truncate_after(0)
         before, spoken = outputs(model, held), sentence_vectors(model, source)
         log.evaluated(model="before", format="dense", megabytes=weight_megabytes(source))

@@ -8,7 +8,8 @@ import dataclasses
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +17,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from shoestring.errors import UserError
+from shoestring.config import config_record, to_json
+from shoestring.device import pick_dtype
+from shoestring.errors import UserError, in_run
 from shoestring.evals.model_row import corpus_of_run, fitting_context, need_tokenizer, read_tokens, validation_split
 from shoestring.format_names import check_rules
 from shoestring.formats import Format, parse_format, unpack
@@ -28,12 +31,24 @@ from shoestring.model.folder import read_spec, weight_files
 from shoestring.model.tokenizer import Tokenizer
 from shoestring.paths import expand, find_model
 from shoestring.report import Curves, Section, Series, Table, Text, eval_table, run_sections, size_scatter, write_report
-from shoestring.runlog import RunLog, check_resume_from, check_run_folder, check_unfinished, write_atomically
+from shoestring.runlog import (
+    AS_SAVED,
+    RunLog,
+    check_resume_from,
+    check_run_folder,
+    check_unfinished,
+    open_run_folder,
+    resumable,
+    write_atomically,
+)
+from shoestring.shrink.block_files import BlockFiles
 from shoestring.shrink.calibrate import windows
+from shoestring.shrink.quality_gate import refuse, set_aside
 from shoestring.shrink.quantize import QuantizeReport
 from shoestring.shrink.self_text import own_windows
+from shoestring.state.agreement import on_main
 from shoestring.state.files import DTYPES, write_json
-from shoestring.state.run_lock import LOCK, check_not_held, is_held
+from shoestring.state.run_lock import LOCK, check_not_held, hold_run, is_held
 from shoestring.state.tensor_files import TensorFiles
 from shoestring.train.shards import tokenize_corpus
 
@@ -51,6 +66,39 @@ class ShrinkRun:
     log: RunLog
     mesh: Mesh
     compute: torch.dtype
+
+
+@contextmanager
+def open_run(
+    recipe: str,
+    cfg: Any,
+    *sources: str | Path,
+    device: torch.device,
+    mesh: Mesh | None = None,
+    done: Callable[[Path], str] = lambda folder: "",
+) -> Iterator[ShrinkRun]:
+    """The folder of a run whose settings are checked, new or resumed, with its log and its lock. `sources`: the models
+    that it begins with. `done(folder)` says how far a stopped run came, where training does not."""
+    settings, mesh = to_json(cfg), mesh or Mesh(0, 1, device)
+    folder = on_main(mesh, open_run_folder, recipe, settings)
+    on_main(mesh, keep_source, folder, *sources)
+    with in_run(folder), resumable(recipe, folder, lambda: done(folder)), hold_run(folder, mesh):
+        log = RunLog(folder, main=mesh.is_main)
+        of_command = {key: value for key, value in AS_SAVED.items() if key in settings}
+        log.save_config(config_record(recipe, cfg, **of_command, run=str(folder)))
+        yield ShrinkRun(recipe, folder, log, mesh, pick_dtype(cfg.dtype, mesh.device))
+
+
+def blocks_done(num_blocks: int, folder: Path) -> str:
+    return f" after {BlockFiles(folder / 'blocks').count()} of {num_blocks} blocks"
+
+
+def deliver_or_refuse(run: ShrinkRun, reason: str | None, *delivered: Path) -> None:
+    """UserError on all ranks where the first has a `reason` (quality_gate.judge); it sets `delivered` aside."""
+    reason = run.mesh.broadcast_object(reason)
+    if reason is not None:
+        kept = [str(set_aside(folder)) for folder in delivered] if run.mesh.is_main else []
+        refuse(reason, f"resume={run.folder}", " and ".join(kept))
 
 
 def run_once(mesh: Mesh, folder: Path, name: str, action: Callable[[], object]) -> None:

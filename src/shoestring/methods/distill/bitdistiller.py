@@ -56,7 +56,7 @@ def main(cfg: Config) -> Path:
     rules = stages.check(cfg)
     trained_rules = stages.range_rules(rules) if cfg.range_gradient else rules
     check = partial(stages.check_rules, rules=rules)
-    with stages.open_run(cfg, "shrink/bitdistiller", check, cfg.calib_windows) as run:
+    with stages.checked_run(cfg, "shrink/bitdistiller", check, cfg.calib_windows) as run:
         shrink(cfg, rules, trained_rules, run)
     return run.folder
 

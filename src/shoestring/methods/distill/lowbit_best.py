@@ -76,7 +76,7 @@ def main(cfg: Config) -> Path:
     stages.block_settings(cfg, rules)
     stages.trained_rules(cfg, [("*", f) for f in stages.pick_candidates(cfg)] or rules)
     num = max(cfg.windows or 0, 0 if cfg.bits_budget is None else cfg.damage_windows)
-    with stages.open_run(cfg, "shrink/lowbit_best", lambda model: stages.check_model(cfg, rules, model), num) as run:
+    with stages.checked_run(cfg, "shrink/lowbit_best", lambda model: stages.check_model(cfg, rules, model), num) as run:
         shrink(cfg, rules, rates, run)
     return run.folder
 

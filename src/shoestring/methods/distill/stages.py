@@ -2,7 +2,7 @@
 on that text against the model itself.
 
     rules = check(cfg)                          checks that need neither layers nor rows
-    run = open_run(cfg, RECIPE, check_model, n) the processes, the folder (new or resumed) and its log
+    checked_run(cfg, RECIPE, check_model, n)    the processes, and the folder (new or resumed) with its log
     ...                                         the recipe's own stages, and training
     finish(cfg, run, model, corpus, notes)
 
@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -22,9 +22,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from shoestring.config import config_record, deciding, option, to_json
+from shoestring.config import deciding, option, to_json
 from shoestring.device import pick_dtype
-from shoestring.errors import UserError, during, in_run
+from shoestring.errors import UserError, during
 from shoestring.evals.model_row import check_apart, evaluate_row, need_tokenizer, read_tokens
 from shoestring.formats import Dense, Format, packed_state, parse_format
 from shoestring.formats.convert import Rule, format_linear
@@ -44,8 +44,15 @@ from shoestring.recipes.settings import (
     SourceSettings,
     TrainSettings,
 )
-from shoestring.recipes.shrink_run import ShrinkRun, check_start, keep_source, read_rules, report_before_after
-from shoestring.runlog import AS_SAVED, RunLog, check_outputs, open_run_folder, resumable, write_atomically
+from shoestring.recipes.shrink_run import (
+    ShrinkRun,
+    check_start,
+    deliver_or_refuse,
+    open_run,
+    read_rules,
+    report_before_after,
+)
+from shoestring.runlog import RunLog, check_outputs, write_atomically
 from shoestring.serve.engine.sampling import Sampling
 from shoestring.shrink.block_files import BlockFiles
 from shoestring.shrink.blockwise import Blockwise, train_blocks
@@ -53,14 +60,12 @@ from shoestring.shrink.calibrate import Calibration, walk, windows
 from shoestring.shrink.clip import Clip
 from shoestring.shrink.mixed_bits import check_candidates, read_candidates
 from shoestring.shrink.qat import build_teacher, clip_weights, coarsest, learned_rules, read_grids, save_grids
-from shoestring.shrink.quality_gate import judge, refuse, set_aside, verify_model
+from shoestring.shrink.quality_gate import judge, verify_model
 from shoestring.shrink.quantize import plan
 from shoestring.shrink.self_text import check_room, generate_text, read_prompts
 from shoestring.shrink.whole_model import check_embedding, give_embedding
-from shoestring.state.agreement import on_main
 from shoestring.state.checkpoint import check_steps
 from shoestring.state.checkpointer import Checkpointer
-from shoestring.state.run_lock import hold_run
 from shoestring.train.cuda_graph import GraphedForwardBackward
 from shoestring.train.data import TokenData, check_pass, rows_per_pass
 from shoestring.train.shards import Corpus, tokenize_corpus
@@ -209,11 +214,10 @@ def check_rows(cfg: LowbitSettings, mesh: Mesh, num_windows: int) -> None:
     check_room(read_prompts(cfg.prompts, cfg.num_prompts), tokenizer, cfg.max_new, least)
 
 
-@contextmanager
-def open_run(
+def checked_run(
     cfg: LowbitSettings, recipe: str, check_model: Callable[[Decoder], object], num_windows: int
-) -> Iterator[ShrinkRun]:
-    """Check the data and the model's weights, then make the run folder."""
+) -> AbstractContextManager[ShrinkRun]:
+    """Check the data and the model's weights; entering the result makes the run folder."""
     mesh = open_mesh(cfg.mesh, cfg.device)
     with torch.device("meta"):
         blank = Decoder(read_spec(cfg.model)[0])
@@ -226,12 +230,7 @@ def open_run(
     if mesh.is_main and cfg.resume is None:
         # Loaded for the check and dropped, so that no process holds it while training.
         check_model(load_model(cfg.model, device=mesh.device, dtype=compute).model)
-    folder = on_main(mesh, open_run_folder, recipe, to_json(cfg))
-    on_main(mesh, keep_source, folder, cfg.model)
-    with in_run(folder), resumable(recipe, folder), hold_run(folder, mesh):
-        log = RunLog(folder, main=mesh.is_main)
-        log.save_config(config_record(recipe, cfg, **AS_SAVED, run=str(folder)))
-        yield ShrinkRun(recipe, folder, log, mesh, compute)
+    return open_run(recipe, cfg, cfg.model, device=mesh.device, mesh=mesh)
 
 
 # -- text and teacher ----------------------------------------------------------------------------------------
@@ -473,10 +472,7 @@ def finish(cfg: LowbitSettings, run: ShrinkRun, model: Decoder, corpus: Corpus, 
             evaluate(cfg, loaded, "after", run.log)
         packed = load_model(out, dtype=model.compute_dtype).model
         reason = judge(packed, run.log, max_perplexity=cfg.max_perplexity, force=cfg.force)
-    reason = run.mesh.broadcast_object(reason)
-    if reason is not None:
-        kept = str(set_aside(out)) if run.mesh.is_main else ""
-        refuse(reason, f"resume={run.folder}", kept)
+    deliver_or_refuse(run, reason, out)
     if run.mesh.is_main:
         report_before_after(run.recipe, run.log, run.folder, out)
         for stage in STAGES:

@@ -25,17 +25,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoestring.config import config_record, to_json
 from shoestring.device import pick_device, pick_dtype
-from shoestring.errors import in_run
 from shoestring.evals.model_row import need_tokenizer, ready
 from shoestring.methods.drafter import stages
 from shoestring.methods.drafter.stages import RECIPE
 from shoestring.model import load_model
-from shoestring.recipes.shrink_run import keep_source
-from shoestring.runlog import AS_SAVED, RunLog, open_run_folder, resumable
+from shoestring.recipes.shrink_run import open_run
+from shoestring.runlog import RunLog
 from shoestring.shrink.self_text import check_room
-from shoestring.state.run_lock import hold_run
 
 
 @dataclass(frozen=True)
@@ -54,12 +51,8 @@ def main(cfg: Config) -> Path:
         cfg.train_data(whole)
     else:
         check_room(prompts, need_tokenizer(loaded), cfg.new_tokens, cfg.batch * cfg.context + 1)
-    settings = to_json(cfg)
-    folder = open_run_folder(RECIPE, settings)
-    keep_source(folder, cfg.model, *filter(None, [cfg.start]))
-    with in_run(folder), resumable(RECIPE, folder), hold_run(folder):
-        log = RunLog(folder)
-        log.save_config(config_record(RECIPE, cfg, **AS_SAVED, run=str(folder)))
+    with open_run(RECIPE, cfg, cfg.model, *filter(None, [cfg.start]), device=device) as run:
+        folder, log = run.folder, run.log
         corpus = stages.make_text(cfg, loaded, prompts, whole, folder, log)
         stages.train_drafter(cfg, loaded, corpus, folder, log)
         rows = stages.measure_stage(cfg, loaded, held_out, folder, log)

@@ -29,15 +29,15 @@ import json
 import shutil
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from shoestring.config import config_record, deciding, option, to_json
+from shoestring.config import deciding, option, to_json
 from shoestring.device import pick_device, pick_dtype
-from shoestring.errors import in_run
 from shoestring.evals.model_row import check_apart, evaluate_row, text_tokens
 from shoestring.formats import Format, pack
 from shoestring.host.block_offload import check_spill
@@ -58,17 +58,18 @@ from shoestring.recipes.settings import (
     SourceSettings,
 )
 from shoestring.recipes.shrink_run import (
+    blocks_done,
     calibration_windows,
     check_start,
     error_sections,
     held_out_text,
-    keep_source,
     load_where_it_fits,
+    open_run,
     read_rules,
     report_before_after,
     save_quantized,
 )
-from shoestring.runlog import RunLog, check_outputs, open_run_folder, resumable, write_atomically
+from shoestring.runlog import RunLog, check_outputs, write_atomically
 from shoestring.shrink.block_files import BlockFiles
 from shoestring.shrink.blockwise import Blockwise, quantize_blocks
 from shoestring.shrink.calibrate import Calibration
@@ -78,7 +79,6 @@ from shoestring.shrink.mixed_bits import MixedBits, check_candidates, choose_by_
 from shoestring.shrink.quality_gate import judge, mean_kl, outlier_table, outliers, predictions, refuse, verify_model
 from shoestring.shrink.quantize import ENDS, METHODS, Method, plan, usual_inputs
 from shoestring.shrink.whole_model import with_embedding
-from shoestring.state.run_lock import hold_run
 
 DAMAGE = "damage.jsonl"  # finished trials of bits_budget
 
@@ -186,16 +186,9 @@ def main(cfg: Config) -> Path:
             tokens, text = held_out_text(loaded, cfg.calib, cfg.calib_windows, cfg.calib_context)
     calibration = pick_calibration(cfg, method, onload_device)
 
-    folder = open_run_folder("shrink/ptq", to_json(cfg))
-    keep_source(folder, cfg.model)
-    files, num_blocks = BlockFiles(folder / "blocks"), len(loaded.model.blocks)
-    with (
-        in_run(folder),
-        resumable("shrink/ptq", folder, lambda: f" after {files.count()} of {num_blocks} blocks"),
-        hold_run(folder),
-    ):
-        log = RunLog(folder)
-        log.save_config(config_record("shrink/ptq", cfg, resume=None, run=str(folder)))
+    done = partial(blocks_done, len(loaded.model.blocks))
+    with open_run("shrink/ptq", cfg, cfg.model, device=device, done=done) as run:
+        folder, log, files = run.folder, run.log, BlockFiles(run.folder / "blocks")
         log.truncate_after(0)
         if tokens is None:
             log.say("perplexity is not measured; give text=FILE, or a longer calibration text")

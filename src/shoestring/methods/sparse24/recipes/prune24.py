@@ -30,9 +30,6 @@ from typing import Any
 
 import torch
 
-from shoestring.config import config_record, to_json
-from shoestring.device import pick_dtype
-from shoestring.errors import in_run
 from shoestring.formats import convert
 from shoestring.mesh import open_mesh
 from shoestring.methods.sparse24 import stages as stages
@@ -40,12 +37,9 @@ from shoestring.methods.sparse24.retrain import gather
 from shoestring.methods.sparse24.stages import RECIPE
 from shoestring.model import Decoder, load_model
 from shoestring.model.folder import LoadedModel, read_spec
-from shoestring.recipes.shrink_run import ShrinkRun, keep_source, run_once
-from shoestring.runlog import AS_SAVED, RunLog, open_run_folder, resumable
-from shoestring.shrink.quality_gate import judge, refuse, set_aside, verify_model
+from shoestring.recipes.shrink_run import deliver_or_refuse, open_run, run_once
+from shoestring.shrink.quality_gate import judge, verify_model
 from shoestring.shrink.whole_model import check_embedding
-from shoestring.state.agreement import on_main
-from shoestring.state.run_lock import hold_run
 
 
 @dataclass(frozen=True)
@@ -66,11 +60,8 @@ def main(cfg: Config) -> Path:
     if settings is not None:
         stages.check_memory(cfg, spec, mesh)
     calib_NT = stages.check_texts(cfg, LoadedModel(blank, tokenizer, spec, Path(cfg.model))) if mesh.is_main else None
-    folder = on_main(mesh, open_run_folder, RECIPE, to_json(cfg), ())
-    on_main(mesh, keep_source, folder, cfg.model)
-    with in_run(folder), resumable(RECIPE, folder), hold_run(folder, mesh):
-        run = ShrinkRun(RECIPE, folder, RunLog(folder, main=mesh.is_main), mesh, pick_dtype(cfg.dtype, mesh.device))
-        run.log.save_config(config_record(RECIPE, cfg, **AS_SAVED, run=str(folder)))
+    with open_run(RECIPE, cfg, cfg.model, device=mesh.device, mesh=mesh) as run:
+        folder = run.folder
         evaluated = stages.EvaluatedText(cfg.model, cfg.text, cfg.calib_context, cfg.max_tokens)
         given = (cfg, run, rules, method, calib_NT, evaluated)
         run_once(mesh, folder, "pruned", lambda: stages.prune_one_shot(*given))
@@ -94,10 +85,7 @@ def main(cfg: Config) -> Path:
                 verify_model(loaded.model, cfg.verify)
                 evaluated.measure(run, loaded, f"{cfg.train}{' + slorb' if cfg.slorb else ''}")
             reason = judge(whole, run.log, max_perplexity=cfg.max_perplexity, force=cfg.force)
-        reason = mesh.broadcast_object(reason)
-        if reason is not None:
-            kept = [str(set_aside(folder / name)) for name in ("model", "packed")] if mesh.is_main else []
-            refuse(reason, f"resume={folder}", " and ".join(kept))
+        deliver_or_refuse(run, reason, folder / "model", folder / "packed")
         if whole is not None:
             stages.report_pruned(run, coverage, trained=settings is not None)
     mesh.barrier()
