@@ -158,9 +158,9 @@ def child(model: Path, drafter: Path | None, began: float) -> None:
 
 def timed_parts() -> dict[str, list[float]]:
     """{part of a start: [calls, seconds]}, filled while this process runs."""
-    from shoestring.serve import Engine
     from shoestring.serve.engine.graphs import CapturedStep
     from shoestring.serve.engine.runner import Runner
+    from shoestring.serve.engine.warmup import WarmUp
 
     parts: dict[str, list[float]] = {}
 
@@ -181,7 +181,7 @@ def timed_parts() -> dict[str, list[float]]:
     for name in ("refresh", "prepare", "measure_seconds"):
         timed(Runner, name)
     timed(CapturedStep, "_capture")
-    timed(Engine, "_compile_ahead")
+    timed(WarmUp, "compile_ahead")
     return parts
 
 

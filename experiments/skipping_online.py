@@ -48,7 +48,7 @@ from shoestring.model import Decoder
 from shoestring.model.skip import SkipSet
 from shoestring.serve import Engine, Sampling
 from shoestring.serve.engine.request import Draft, Request
-from shoestring.serve.engine.skip_policy import Fixed, SkipPolicy, SkipSets
+from shoestring.serve.engine.skip_policy import Fixed, SkipPolicy
 from shoestring.serve.speculative.drafter import Drafter
 from shoestring.serve.speculative.verify import Check
 from shoestring.shrink.calibrate import windows
@@ -112,7 +112,7 @@ class Reader:
     def __call__(self, tokens: list[int], skip: SkipPolicy | None = None) -> Read:
         engine = self.engine
         # A new policy for each text: the limit of four sets must not depend on earlier texts.
-        engine.skip_sets = SkipSets(skip, engine.model.spec)
+        engine.skip_sets.use(skip)
         self.true.begin(tokens)
         request = engine.add(tokens[: -self.num_new], Sampling(max_tokens=self.num_new))
         while engine.busy:

@@ -12,7 +12,7 @@ import torch
 from shoestring.errors import UserError
 from shoestring.model import Decoder, Tokenizer
 from shoestring.runlog import read_jsonl
-from shoestring.serve.engine.engine import Engine
+from shoestring.serve.engine.engine import Commit, Engine
 from shoestring.serve.engine.sampling import Sampling
 from shoestring.shrink.self_text import generate_text, read_prompts
 from shoestring.train.shards import tokenize_corpus
@@ -139,7 +139,7 @@ def test_bad_input(model: Decoder, tokenizer: Tokenizer, tmp_path: Path, monkeyp
     with pytest.raises(UserError, match="no prompts"):
         generate_text(model, tokenizer, ["  "], tmp_path / "self.jsonl")
     # A model that ends every text at once: all mass on EOS.
-    monkeypatch.setattr(Engine, "_after_token", lambda *a: "stop")
+    monkeypatch.setattr(Commit, "_after_token", lambda *a: "stop")
     with pytest.raises(UserError, match="ended every text at once"):
         generate_text(model, tokenizer, PROMPTS, tmp_path / "self.jsonl", sampling=SAMPLING)
     assert not list(tmp_path.iterdir())

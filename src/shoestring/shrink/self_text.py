@@ -34,7 +34,8 @@ from shoestring.model.tokenizer import Tokenizer
 from shoestring.model.transformer import Decoder
 from shoestring.paths import expand
 from shoestring.runlog import OpenProgressBar, RunLog, read_jsonl
-from shoestring.serve.engine.engine import Engine, Request, eos_ids_of
+from shoestring.serve.engine.engine import Engine, Request
+from shoestring.serve.engine.request import eos_ids_of
 from shoestring.serve.engine.sampling import Sampling
 from shoestring.train.corpus import documents
 

@@ -644,8 +644,8 @@ def test_steps_run_ahead_while_texts_end_and_others_wait(monkeypatch: pytest.Mon
     """Texts that come and end one after the other, some drawn, some at the end of the context, some preempted, some in
     blocks of texts that ended: each is that of the naive loop, steps run ahead all the same, and nobody waits for more
     than HOLD_STEPS of them."""
-    monkeypatch.setattr("shoestring.serve.engine.engine.HOLD_FROM", 16)
-    monkeypatch.setattr("shoestring.serve.engine.engine.ENDING_SHARE", 4)
+    monkeypatch.setattr("shoestring.serve.engine.pipeline.HOLD_FROM", 16)
+    monkeypatch.setattr("shoestring.serve.engine.pipeline.ENDING_SHARE", 4)
     model, draw = tiny_decoder(max_positions=24), random.Random(3)
     engine = Engine(model, max_requests=20, max_context=24, block_size=4, num_blocks=36, graphs=True)
     asked = [
@@ -661,9 +661,9 @@ def test_steps_run_ahead_while_texts_end_and_others_wait(monkeypatch: pytest.Mon
             requests.append(engine.add(prompt, sampling))
         waits = engine.scheduler.admits
         engine.step()
-        held = held + 1 if waits and engine.scheduler.admits and bool(engine._ahead) else 0
+        held = held + 1 if waits and engine.scheduler.admits and bool(engine.pipeline.num_ahead) else 0
         assert held <= 4
-        num_ahead += bool(engine._ahead)
+        num_ahead += bool(engine.pipeline.num_ahead)
     for request, (prompt, sampling) in zip(requests, asked, strict=True):
         assert request.new_tokens == naive(model, prompt, sampling)
     assert num_ahead > 12 and engine.stats.num_preemptions > 0 and engine.cache.pool.num_used == 0

@@ -93,7 +93,7 @@ def test_others_go_on_meanwhile(graphs: bool) -> None:
     while any(r.finish_reason is None for r in others):
         before = [len(r.tokens) for r in others]
         engine.step()
-        num_ahead += bool(engine._ahead)
+        num_ahead += bool(engine.pipeline.num_ahead)
         assert all(len(r.tokens) > num for r, num in zip(others, before, strict=True))
     assert len(waits.new_tokens) == 2 and waits.finish_reason is None
     assert num_ahead > 20 if graphs else num_ahead == 0  # steps without the late request need no logits

@@ -202,7 +202,7 @@ def test_unprepared_steps_are_not_taken_for_slow_ones(monkeypatch: pytest.Monkey
     engine = Engine(target, max_requests=2, max_context=64, graphs=True, drafter=drafter)
     assert engine.draft_controller is not None
     engine.draft_controller.costs.pass_seconds.__init__(lambda rows: 1.0)  # type: ignore[misc]
-    engine._prepared = True  # skipped: everything is made when first needed
+    engine.warmup.done = True  # skipped: everything is made when first needed
     prompts, _ = requests(10, 3)
     engine.generate(prompts, Sampling(max_tokens=25))
     assert clock.making > 2 * PRICE

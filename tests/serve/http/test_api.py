@@ -127,7 +127,7 @@ def test_a_drafter_changes_no_text_and_is_marked(client: Any) -> None:
         assert [g.text for g in got] == [e.text for e in expected]
         assert got[1].logprobs.tokens == expected[1].logprobs.tokens
         assert got[1].logprobs.token_logprobs == pytest.approx(expected[1].logprobs.token_logprobs, abs=1e-3)
-        service.engine.draft_controller = None  # always draft, whether it pays or not
+        service.engine.drafting.controller = None  # always draft, whether it pays or not
         marked = {**biased, "logprobs": None, "stream": True, "extra_body": {"mark_drafts": True}}
         tokens = [t for c in drafted.completions.create(**marked) for t in c.choices[0].tokens]
         assert len(tokens) == len(expected[1].logprobs.tokens)
@@ -140,7 +140,7 @@ def test_a_drafter_changes_no_text_and_is_marked(client: Any) -> None:
 
 def test_the_mean_accepted_length_can_be_had_from_the_metrics() -> None:
     with running(drafter="ngram") as service:
-        service.engine.draft_controller = None  # always draft, whether it pays or not
+        service.engine.drafting.controller = None  # always draft, whether it pays or not
         seen: list[tuple[int, int]] = []
         observe = service.engine.drafter.observe
 
@@ -223,7 +223,7 @@ def test_characters_split_over_tokens_arrive_whole() -> None:
         for num in (3, 4, 5, len(ids) + 4):  # the first two end within the first 🦊, the last in the second
             expected = engine.generate([prompt], Sampling(max_tokens=num))[0].text
             assert expected == {3: "A ", 4: "A ", 5: "A 🦊"}.get(num, SPLIT + "A ")
-            service.engine.verify = saying(ids, len(prompt))
+            service.engine.pipeline.verify = saying(ids, len(prompt))
             body = {"model": "tiny", "prompt": prompt, "max_tokens": num}
             answer = ask.completions.create(**body)
             assert (answer.choices[0].text, answer.usage.completion_tokens) == (expected, num)
@@ -231,7 +231,7 @@ def test_characters_split_over_tokens_arrive_whole() -> None:
             assert "".join(pieces) == expected
             sent = http.post("/v1/completions", json={**body, "stream": True}).text
             assert "\ufffd" not in sent and "\\ufffd" not in sent
-            service.engine.verify = saying(ids, len(chat))
+            service.engine.pipeline.verify = saying(ids, len(chat))
             body = {"model": "tiny", "messages": HELLO, "max_tokens": num}
             assert ask.chat.completions.create(**body).choices[0].message.content == expected
             chunks = ask.chat.completions.create(**body, stream=True)

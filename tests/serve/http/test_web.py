@@ -107,8 +107,8 @@ def shows_acceptance(service: Any) -> str:
 @pytest.mark.slow
 def test_the_playground_chats_streams_stops_and_shows_errors(browser: Browser, tmp_path: Path) -> None:
     with running(api_keys=("secret",), max_requests=8) as service:
-        service.engine.drafter = DraftModel(service.engine.model)  # guesses well
-        service.engine.eos_ids = set()
+        service.engine.drafting.drafter = DraftModel(service.engine.model)  # guesses well
+        service.engine.commit.eos_ids = set()
         browser.call("Page.navigate", url=service.url + "/")
         browser.wait_for("document.readyState === 'complete' && !!document.getElementById('model')")
         browser.wait_for("document.getElementById('model').textContent.includes('API key')")

@@ -165,13 +165,13 @@ def test_steps_run_ahead_while_the_controller_abstains(seed: int, monkeypatch: p
     def counted() -> list[Output]:
         nonlocal num_ahead
         outputs = step()
-        num_ahead += bool(engine._ahead)
+        num_ahead += bool(engine.pipeline.num_ahead)
         return outputs
 
     monkeypatch.setattr(engine, "step", counted)
     assert [c.token_ids for c in engine.generate(PROMPTS, SAMPLINGS)] == plain
     assert num_ahead > 5 and engine.stats.num_accepted > 5
-    assert engine._ended is None  # nothing runs any more
+    assert engine.drafting._ended is None  # nothing runs any more
 
 
 def test_in_a_pause_requests_are_not_looked_at_until_somebody_joins(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,7 +191,7 @@ def test_in_a_pause_requests_are_not_looked_at_until_somebody_joins(monkeypatch:
 
         return noting
 
-    monkeypatch.setattr(engine, "prospects", noted("looked", engine.prospects))
+    monkeypatch.setattr(engine.drafting, "prospects", noted("looked", engine.drafting.prospects))
     for name in ("choose", "would_draft"):
         monkeypatch.setattr(controller, name, noted("asked", getattr(controller, name)))
     monkeypatch.setattr(controller, "requests_joined", noted("joined", controller.requests_joined))
@@ -276,10 +276,10 @@ def test_measuring_is_no_part_of_the_next_step() -> None:
     engine.add([1, 2, 3], Sampling(max_tokens=12))
     for _ in range(2):
         engine.step()
-    assert engine._ended is not None
-    engine.draft_controller.record_step = lambda *rest, ahead: engine._profile(16)  # type: ignore[method-assign, assignment]
-    engine._record_time(1, 0.0, 1)
-    assert engine._ended is None
+    assert engine.drafting._ended is not None
+    engine.draft_controller.record_step = lambda *rest, ahead: engine.drafting.profile(16)  # type: ignore[method-assign, assignment]
+    engine.drafting.record_time(1, 0.0, 1)
+    assert engine.drafting._ended is None
 
 
 @pytest.mark.parametrize("graphs", [False, True])

@@ -75,5 +75,5 @@ def test_blocks_are_accounted_for_at_every_step() -> None:
 def test_an_engine_without_a_drafter_has_no_prospects_to_wait_for() -> None:
     engine = Engine(tiny_decoder(0), chunk=5)
     engine.scheduler.running.append(Request([1, 2], 2, Sampling(max_tokens=9), 0))
-    limit, left, behind = engine.prospects()
+    limit, left, behind = engine.drafting.prospects()
     assert (limit, left, behind()) == (4, 9.0, False) and engine.num_graphs == 0

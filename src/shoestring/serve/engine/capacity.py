@@ -6,7 +6,7 @@ requests cost next to nothing; from some number on the products take as long as 
 growing, and requests only wait for each other. The times are measured (`Runner.measure_seconds`), sizes doubling until
 the gain is small or a step is slow.
 
-A number that the user gives is taken as it is.
+A number that the user gives is taken as it is. `context_limit` checks the length of a request.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from collections.abc import Callable
 import psutil
 import torch
 
+from shoestring.errors import UserError
 from shoestring.model.spec import ModelSpec
+from shoestring.serve.engine.request import check_least
 
 USUAL_POSITIONS = 2048  # of a text, where the context is longer
 MEMORY_SHARE = 0.5  # of what is free now, for keys and values of texts of usual length
@@ -62,3 +64,22 @@ def choose_requests(most: int, seconds_of: Callable[[int], float], device_type: 
             break
         best, seconds = size, slower
     return best
+
+
+def context_limit(spec: ModelSpec, max_context: int | None, block_size: int, num_blocks: int | None) -> int:
+    """Tokens of one request at most: a request alone always fits the blocks there are."""
+    positions, context = spec.max_positions, spec.default_context if max_context is None else max_context
+    if not 1 <= context <= positions:
+        raise UserError(
+            f"max_context={context} does not fit this model, which has {positions} positions; give 1 to {positions}"
+        )
+    if num_blocks is None:
+        return context
+    check_least(num_blocks=num_blocks)
+    room = num_blocks * block_size
+    if max_context is not None and max_context > room:
+        raise UserError(
+            f"max_context={max_context} needs {-(-max_context // block_size)} blocks of {block_size} positions, "
+            f"but num_blocks={num_blocks}; raise one or lower the other"
+        )
+    return min(context, room)

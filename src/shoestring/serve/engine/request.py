@@ -2,7 +2,7 @@
 
 `Request` is the state of one request and `Draft` the unverified tokens after it, which may still be on the device
 (`PendingDrafts`). `TextStream` turns a request's tokens into text. `Output`, `Completion` and `Stats` are what callers
-see. Nothing here computes.
+see. The last part checks what callers give. Nothing here computes.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from shoestring.errors import UserError
+from shoestring.errors import UserError, shown, suggest
 from shoestring.model.skip import SkipSet
+from shoestring.model.transformer import Decoder
 from shoestring.serve.engine.block_pool import BlockTable
 from shoestring.serve.engine.sampling import Sampling
-from shoestring.serve.speculative.verify import COUPLED, VerifyRule
+from shoestring.serve.speculative.verify import COUPLED, RULES, VerifyRule
 from shoestring.state.reshard.version import WeightsVersion
 
 FinishReason = Literal["stop", "length", "abort", "deadline", "error"]
@@ -112,6 +113,7 @@ class Request:
     id: int
     text_stream: TextStream | None = field(default=None, repr=False)
     rule: VerifyRule = COUPLED  # how its drafts are verified
+    limit: int = 0  # tokens that it may have, at most; 0: as many as its sampling says
     deadline: float | None = None  # on the engine's clock
     draft: Draft = NO_DRAFT
     num_computed: int = 0
@@ -147,6 +149,14 @@ class Request:
     @property
     def new_tokens(self) -> list[int]:
         return self.tokens[self.num_prompt :]
+
+    def __post_init__(self) -> None:
+        self.limit = self.limit or self.num_prompt + self.sampling.max_tokens
+
+    @property
+    def room(self) -> int:
+        """How many tokens it may still gain."""
+        return self.limit - len(self.tokens)
 
     @property
     def ready(self) -> bool:
@@ -278,3 +288,82 @@ def held_back(text: str, stop: Sequence[str]) -> int:
         if any(s.startswith(text[-num:]) for s in stop):
             return num
     return 0
+
+
+# -- what callers give --------------------------------------------------------------------------------------
+
+Prompt = str | Sequence[int]
+
+
+class TextCodec(Protocol):
+    """The part of `model.tokenizer.Tokenizer` that the engine uses."""
+
+    eos_ids: set[int]
+
+    def encode(self, text: str) -> list[int]: ...
+    def stream(self, *, shown: frozenset[int], after: Sequence[int]) -> IncrementalDetokenizer: ...
+
+
+def encode_prompt(prompt: Prompt, tokenizer: TextCodec | None) -> list[int]:
+    if not isinstance(prompt, str):
+        try:
+            return [int(t) for t in prompt]
+        except (TypeError, ValueError):
+            raise UserError(f"a prompt is one text or a list of token ids, not {shown(prompt)}") from None
+    if tokenizer is None:
+        raise UserError("a text prompt needs a tokenizer, and this model came without one; give token ids")
+    return tokenizer.encode(prompt)
+
+
+def check_prompt(tokens: Sequence[int], vocab: int, max_context: int) -> None:
+    """Raise UserError unless the engine can continue these tokens."""
+    if not tokens:
+        raise UserError("the prompt is empty; give at least one token to continue from")
+    if len(tokens) >= max_context:
+        raise UserError(
+            f"the prompt has {len(tokens)} tokens, but the context holds {max_context}, the first "
+            f"new one included; shorten it to {max_context - 1} tokens, or give more context (max_context, "
+            "num_blocks) where the model reads more"
+        )
+    bad = next((t for t in tokens if not 0 <= t < vocab), None)
+    if bad is not None:
+        raise UserError(
+            f"token id {bad} is outside the vocabulary of {vocab} (0 to {vocab - 1}); "
+            "encode the prompt with this model's own tokenizer"
+        )
+
+
+def eos_ids_of(model: Decoder, tokenizer: TextCodec | None) -> set[int]:
+    ids = set() if tokenizer is None else set(tokenizer.eos_ids)
+    return ids | set(model.spec.eos_ids)
+
+
+def check_least(*, least: int = 1, **values: int | None) -> None:
+    for name, value in values.items():
+        if value is not None and value < least:
+            raise UserError(f"{name}={value} is not allowed; give {least} or more")
+
+
+def check_rule(rule: str) -> None:
+    if rule not in ("auto", *RULES):
+        raise UserError(
+            f"rule={rule!r} is not known; give coupled, token, block or auto." + suggest(rule, ["auto", *RULES])
+        )
+
+
+def samplings_for(prompts: Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None) -> list[Sampling | None]:
+    """One for each prompt."""
+    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int)):  # an array has no truth value
+        raise UserError("generate() takes a list of prompts; put the single prompt into a list")
+    if sampling is None or isinstance(sampling, Sampling):
+        return [sampling] * len(prompts)
+    samplings: list[Sampling | None] = list(sampling)
+    if len(samplings) != len(prompts):
+        raise UserError(f"{len(prompts)} prompts but {len(samplings)} samplings; give one for all or one each")
+    return samplings
+
+
+def note_version(request: Request, version: WeightsVersion | None) -> None:
+    """From its next token on, the request is written by these weights."""
+    first = len(request.new_tokens)
+    request.versions = [(v, n) for v, n in request.versions if n < first] + [(version, first)]

@@ -25,7 +25,6 @@ import time
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -43,30 +42,19 @@ from shoestring.serve.engine.cpu_decode import CompiledDecodeStep, executor_of
 from shoestring.serve.engine.draft_chain_graph import holds_chain, launch_chain
 from shoestring.serve.engine.embedding import Pooling, embedding_parts
 from shoestring.serve.engine.fused_decoder import FusedDecoder, not_alone, unusable, unusable_experts
-from shoestring.serve.engine.graphs import ROWS_EACH, DeviceDraft, GraphCache, LogitMap, PendingTokens, identity
+from shoestring.serve.engine.graphs import ROWS_EACH, GraphCache, LogitMap, PendingTokens, identity
 from shoestring.serve.engine.kv_cache import KVCache, cache_root, weights_id
 from shoestring.serve.engine.logit_rules import TokenLogprob, prompt_logprob_parts
 from shoestring.serve.engine.place_rows import few_sizes, place_rows
 from shoestring.serve.engine.prefill_graph import holds_prefill, launch_prefill
 from shoestring.serve.engine.prompt_attention import limit_cudnn_plans
 from shoestring.serve.engine.sampling import Sampling
-from shoestring.serve.engine.step_kinds import PROMPT, STEP_KINDS, EagerPass, StepKindName, StepLimits
+from shoestring.serve.engine.step_kinds import STEP_KINDS, Batch, StepKindName, StepLimits
 from shoestring.state.reshard.version import WeightsVersion
 
-WARM_LOGITS = 256  # rows with logits, at most, in a warm-up pass
 LONG_PASS = 50_000_000  # parameters from which one eager pass is a measure: it takes long, a hiccup is a small part
 
 LaunchKind = Literal["decode", "next", "prefill", "chain", "logits", "fused"]
-
-
-@dataclass(frozen=True)
-class Batch:
-    """The rows of a step, request by request."""
-
-    spans: Sequence[RowSpan]  # whose rows, in order
-    tokens: Sequence[int] | Tensor  # [T], one per row; a tensor where they are on the device already
-    rows: Sequence[int]  # the rows whose logits are wanted
-    device_drafts: Sequence[DeviceDraft] = ()  # drafts that are still on the device; their tokens above are -1
 
 
 class Runner:
@@ -219,12 +207,6 @@ class Runner:
             return [self.graphs.launch(spans, None, samplings, skip)]
         return self.graphs.launch_steps(spans, samplings, skip, num_steps)
 
-    def steps_per_launch(
-        self, spans: Sequence[RowSpan], samplings: Sequence[Sampling], skip: SkipSet | None = None
-    ) -> int:
-        """How many of those steps are worth one launch."""
-        return self.graphs.steps_per_launch(spans, samplings, skip)
-
     @torch.no_grad()
     def launch_prefill(
         self, batch: Batch, samplings: Sequence[Sampling], skip: SkipSet | None = None
@@ -363,7 +345,7 @@ class Runner:
         spans = [
             RowSpan(list(range(n * pages, (n + 1) * pages)), 0, min(each, num_rows - n * each)) for n in range(num)
         ]
-        apart = self._apart(pool)
+        apart = self.apart(pool)
         batch = Batch(spans, [0] * num_rows, range(num_rows))
         # The first fused one compiles and captures. All ranks of a split model do equally many, so no clock decides.
         passes = 6 if apart.fast else 2 if self.model.spec.num_params() < LONG_PASS else 1
@@ -374,28 +356,7 @@ class Runner:
             seconds.append(time.perf_counter() - began)
         return min(seconds)
 
-    def run_eager(self, eager: EagerPass) -> None:
-        """On a cache of its own."""
-        kinds, num_rows = eager
-        if not self.ready():
-            return
-        size, spec = self.cache.pool.block_size, self.model.spec
-        pages = -(-max(start + rows for start, rows in kinds) // size)
-        spans = [
-            RowSpan(list(range(n * pages, (n + 1) * pages)), start, rows)
-            for n, (start, rows) in enumerate(kinds)
-            if start + rows <= spec.max_positions
-        ]
-        if not spans:
-            return
-        if num_rows:  # the last span is cut
-            spans[-1] = replace(spans[-1], num=num_rows - sum(span.num for span in spans[:-1]))
-        num = sum(span.num for span in spans)
-        apart = self._apart(BlockPool(len(kinds) * pages, size))
-        wanted = range(num) if num_rows and num <= WARM_LOGITS else [0]
-        apart.forward(Batch(spans, [0] * num, wanted), once=kinds[0] != PROMPT)
-
-    def _apart(self, pool: BlockPool) -> Runner:
+    def apart(self, pool: BlockPool) -> Runner:
         """The same model with a cache of its own."""
         apart = Runner(self.model, pool, graphs=self._wanted, map_logits=self._map_logits)
         if self.ready():

@@ -133,12 +133,17 @@ class SkipSets:
     """The skip sets of an engine, and which rows use which."""
 
     def __init__(self, policy: SkipPolicy | SkipSet | None, spec: ModelSpec) -> None:
+        self._spec = spec
+        self.use(policy)
+
+    def use(self, policy: SkipPolicy | SkipSet | None) -> None:
+        """From now on, while no request runs."""
         if isinstance(policy, SkipSet):
             policy = Fixed(policy)
         self.policy = policy
         self.sets: dict[str, SkipSet] = {}
         for skip in policy.sets if policy is not None else ():
-            self.sets[skip.check(spec).id] = skip
+            self.sets[skip.check(self._spec).id] = skip
         if len(self.sets) > MAX_SETS:
             raise UserError(f"{len(self.sets)} skip sets are given, but an engine takes at most {MAX_SETS}")
 

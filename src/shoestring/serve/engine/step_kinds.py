@@ -15,20 +15,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from torch import Tensor
+
 from shoestring.kernels.attention.paged_attention import most_programs
 from shoestring.model.skip import SkipSet
+from shoestring.serve.engine.block_pool import BlockPool, RowSpan
 from shoestring.serve.engine.draft_chain_graph import CHAIN_ROWS, ChainShape
-from shoestring.serve.engine.graphs import MAX_ROWS, REQUESTS, REQUESTS_DRAFTED, DecodeShape, SamplingKind, sizes_up_to
+from shoestring.serve.engine.graphs import (
+    MAX_ROWS,
+    REQUESTS,
+    REQUESTS_DRAFTED,
+    DecodeShape,
+    DeviceDraft,
+    SamplingKind,
+    sizes_up_to,
+)
 from shoestring.serve.engine.place_rows import EAGER_SPLITS, MANY, row_sizes
 from shoestring.serve.engine.prefill_graph import PREFILL_REQUESTS, PREFILL_ROWS, PrefillShape
 
 if TYPE_CHECKING:
     from shoestring.serve.engine.runner import Runner
 
+WARM_LOGITS = 256  # rows with logits, at most, in an eager pass
 PROMPT = (0, 24)  # start and rows of a whole prompt in an eager pass
 REHEARSED_DRAFTS = 2  # of a chain: every later pass has the kernels of the second
 
@@ -47,6 +59,16 @@ class StepLimits:
     max_rows: int = PREFILL_ROWS[0]  # of a prefill or an eager pass
     lengths: Sequence[int] = ()  # of draft chains
     rehearsed: Sequence[int] = ()  # numbers of requests that a rehearsal of decode steps and chains goes through
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The rows of a step, request by request."""
+
+    spans: Sequence[RowSpan]  # whose rows, in order
+    tokens: Sequence[int] | Tensor  # [T], one per row; a tensor where they are on the device already
+    rows: Sequence[int]  # the rows whose logits are wanted
+    device_drafts: Sequence[DeviceDraft] = ()  # drafts that are still on the device; their tokens above are -1
 
 
 class EagerPass(NamedTuple):
@@ -134,13 +156,29 @@ def _make_graph(runner: Runner, shape: Any, limits: StepLimits) -> None:
     runner.graphs.prepare(shape, grouped=limits.grouped)
 
 
-def _run_eager(runner: Runner, eager: Any, limits: StepLimits) -> None:
-    runner.run_eager(eager)
+def run_eager(runner: Runner, eager: EagerPass, limits: StepLimits) -> None:
+    """On a cache of its own, where the runner is `ready`."""
+    kinds, num_rows = eager
+    size, positions = runner.cache.pool.block_size, runner.model.spec.max_positions
+    pages = -(-max(start + rows for start, rows in kinds) // size)
+    spans = [
+        RowSpan(list(range(n * pages, (n + 1) * pages)), start, rows)
+        for n, (start, rows) in enumerate(kinds)
+        if start + rows <= positions
+    ]
+    if not spans:
+        return
+    if num_rows:  # the last span is cut
+        spans[-1] = replace(spans[-1], num=num_rows - sum(span.num for span in spans[:-1]))
+    num = sum(span.num for span in spans)
+    wanted = range(num) if num_rows and num <= WARM_LOGITS else [0]
+    apart = runner.apart(BlockPool(len(kinds) * pages, size))
+    apart.forward(Batch(spans, [0] * num, wanted), once=kinds[0] != PROMPT)
 
 
 STEP_KINDS: dict[StepKindName, StepKind] = {
     "prefill": StepKind(prefill_sizes, rehearsed_prefill, _make_graph),
     "decode": StepKind(decode_sizes, rehearsed_decode, _make_graph),
     "chain": StepKind(chain_sizes, rehearsed_chains, _make_graph),
-    "eager": StepKind(eager_sizes, rehearsed_eager, _run_eager),
+    "eager": StepKind(eager_sizes, rehearsed_eager, run_eager),
 }

@@ -14,7 +14,7 @@ rehearsal and compiles them in threads, for a first text without any other warm-
 
 Left out, and made when first needed: graphs of cut sampling (top_k, top_p, min_p), graphs again when the KV cache
 outgrows what was reserved, cuDNN's plans for long prompts (prompt_attention.py), and prompts that the target reads in
-steps too large for a graph. Such steps are not taken for slow ones (`Engine.num_graphs`).
+steps too large for a graph. Such steps are not taken for slow ones (`Drafting.num_graphs`).
 """
 
 from __future__ import annotations
@@ -33,14 +33,56 @@ from shoestring.kernels.runtime.compile_ahead import compiles_ahead, rehearsal
 from shoestring.model.skip import SkipSet
 from shoestring.paths import cache_folder
 from shoestring.serve.engine.capacity import bytes_per_position, free_bytes
-from shoestring.serve.engine.graphs import REQUESTS, SamplingKind, sizes_up_to
+from shoestring.serve.engine.graphs import REQUESTS, SamplingKind, sampling_kind, sizes_up_to
 from shoestring.serve.engine.runner import Runner
-from shoestring.serve.engine.step_kinds import PROMPT, EagerPass, StepLimits
+from shoestring.serve.engine.scheduler import Scheduler
+from shoestring.serve.engine.skip_policy import SkipSets
+from shoestring.serve.engine.step_kinds import PROMPT, EagerPass, StepLimits, run_eager
 from shoestring.serve.speculative.draft_length import DraftLengthController
 from shoestring.serve.speculative.drafter import Drafter
+from shoestring.serve.speculative.drafting import Drafting
 
 KINDS: tuple[SamplingKind, ...] = ("greedy", "drawn")
 MEMORY_SHARE = 0.25  # of the free memory that the KV cache may take before it is needed
+
+
+class WarmUp:
+    """The warm-up of an engine."""
+
+    def __init__(
+        self, runner: Runner, scheduler: Scheduler, skip_sets: SkipSets, drafting: Drafting, max_context: int
+    ) -> None:
+        self._runner, self._scheduler, self._skip_sets = runner, scheduler, skip_sets
+        self._drafting, self._max_context = drafting, max_context
+        self.done = False
+
+    @torch.no_grad()
+    def run(self, kinds: Sequence[SamplingKind], *, prefills: bool) -> None:
+        drafting, controller = self._drafting, self._drafting.controller
+        sizes = self._scheduler.max_requests, self._max_context, self._scheduler.chunk
+        lengths = controller.lengths if controller else ()
+        self.compile_ahead(kinds, lengths, prefills)
+        grouped = drafting.drafter is None
+        warm_up_steps(self._runner, *sizes, lengths, self._skip_sets.usual, kinds, prefills, grouped)
+        if controller is not None:
+            warm_up_drafting(self._runner, drafting.drafter, controller, *sizes, kinds, prefills)
+        drafting.warmed_up()
+        self.done = True
+
+    def compile_ahead(self, kinds: Sequence[SamplingKind], lengths: Sequence[int] | None, prefills: bool) -> None:
+        runners, most = self._drafting.runners(), self._scheduler.max_requests
+        grouped = self._drafting.drafter is None
+        compile_ahead(self._runner, runners, most, kinds, lengths, self._skip_sets.usual, prefills, grouped)
+
+    def before_first_step(self) -> None:
+        """Where nobody has warmed up: what the requests that are there need, and with a controller all."""
+        kind = sampling_kind([r.sampling for r in (*self._scheduler.waiting, *self._scheduler.running)])
+        if self._drafting.controller is None:
+            self.compile_ahead([kind], None, prefills=False)
+            self.done = True
+        else:
+            alone = self._scheduler.max_requests == 1
+            self.run([kind] if alone else KINDS, prefills=not alone)
 
 
 def compile_ahead(
@@ -75,7 +117,7 @@ def compile_ahead(
     with rehearsal() as missing, suppress(Exception):  # told by the real step
         decode = StepLimits(max_requests, kinds, skip, rows_each, grouped, rehearsed=nums(runner))
         runner.prepare(["decode"], decode, rehearse=True)
-        runner.run_eager(EagerPass([PROMPT]))
+        run_eager(runner, EagerPass([PROMPT]), decode)
         if prefills:
             runner.prepare(["prefill"], StepLimits(max_requests, kinds), rehearse=True)
         for drafting in able[1:]:

@@ -16,8 +16,8 @@ from typing import Any
 from shoestring.errors import UserError
 from shoestring.model.tokenizer import Spelling, Tokenizer
 from shoestring.serve.engine.embedding import Pooling
-from shoestring.serve.engine.engine import check_prompt
 from shoestring.serve.engine.logit_rules import Grammar, LogitRules, SamplingWithRules, TokenHistory
+from shoestring.serve.engine.request import check_prompt
 from shoestring.serve.http.generic_tools import GENERIC, HEADER, plain_chat
 from shoestring.serve.http.grammar import GrammarCache, GrammarSource, tool_grammar, wanted_schema
 from shoestring.serve.http.request_schema import (
