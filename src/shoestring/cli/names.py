@@ -24,13 +24,12 @@ def check_settings(overrides: list[str]) -> None:
             _CHECKS[key](value)
 
 
-def _check_corpora(key: str, value: str) -> None:
+def _check_calib(value: str) -> None:
     from shoestring.train.corpus import list_files
 
-    several = key == "calib" and not expand(value).exists()
-    for one in filter(None, (part.strip() for part in value.split(","))) if several else [value]:
+    for one in [value] if expand(value).exists() else filter(None, map(str.strip, value.split(","))):
         if one not in _WORDS and not expand(one).exists() and not glob.has_magic(one):
-            list_files(one, key)
+            list_files(one, "calib")
 
 
 def _check_text(value: str) -> None:
@@ -39,7 +38,7 @@ def _check_text(value: str) -> None:
 
 
 def _check_candidates(value: str) -> None:
-    for one in value.split(","):
+    for one in filter(str.strip, value.split(",")):
         check_name(one)
 
 
@@ -50,8 +49,6 @@ _CHECKS: dict[str, Callable[[str], object]] = {
     "candidates": _check_candidates,
     "rules": check_rules,
     "text": _check_text,
-    "calib": lambda value: _check_corpora("calib", value),
-    "data": lambda value: _check_corpora("data", value),
-    "prompts": lambda value: _check_corpora("prompts", value),
+    "calib": _check_calib,
     "device": check_device,
 }

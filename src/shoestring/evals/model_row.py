@@ -155,7 +155,7 @@ def evaluate_row(
     changed: the model is not what lies at loaded.path any more.
     offload: the model stays in the host's memory, and one block at a time is on the device that is named there.
     """
-    if offload is None:
+    if offload is None and (tokens is not None or speed):  # else nothing is computed
         ready(loaded)
     stored = formats_name(loaded.model) if changed else stored_format(loaded)
     row: dict[str, Any] = {"model": label, "format": stored, **size_of(loaded, changed=changed)}

@@ -23,6 +23,7 @@ from shoestring.formats.base import Aux, Format, Parts
 from shoestring.formats.dense import Dense
 from shoestring.formats.rounding import cast_weight
 
+PIECE = 1 << 22  # weights that are encoded or decoded at a time, where rows are independent
 DENSE_PHASE = Dense()  # one object for all layers: Formats are compared by identity
 
 
@@ -44,6 +45,11 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     if torch.is_autocast_enabled(x.device.type):
         return torch.get_autocast_dtype(x.device.type)
     return x.dtype
+
+
+def all_finite(t: Tensor) -> Tensor:
+    """t.isfinite().all() without a copy of t."""
+    return torch.stack(t.aminmax()).isfinite().all() if t.numel() else torch.ones((), dtype=torch.bool, device=t.device)
 
 
 class FormatHost(nn.Module):
@@ -186,19 +192,30 @@ class FormatHost(nn.Module):
         w = cast_weight(local(self.weight), dtype)
         state = self.format_state()
         named = {"weight": w} | {f"weight's {n}": t for n, t in state.items()}
-        finite = torch.stack([t.isfinite().all() for t in named.values()]).tolist()  # waits for a GPU once
+        finite = torch.stack([all_finite(t) for t in named.values()]).tolist()  # waits for a GPU once
         for what, good in zip(named, finite, strict=True):
             if not good:
                 raise UserError(
                     f"The {what} holds NaN or infinite values; packing would hide them. Check the training run."
                 )
-        parts = self.format.encode(w, state)
+        parts = self._encode(w, state)
         with torch.device("meta"):
             shapes = {n: t.shape for n, t in self.format.empty_parts(self.shape, dtype).items()}
         return {
             n: t.clone() if n in self.format.whole_parts else like_shard(t, self.weight, shapes[n])
             for n, t in parts.items()
         }
+
+    def _encode(self, w: Tensor, state: Parts) -> Parts:
+        """In pieces where every row is by itself: encoding takes several times the memory of what it encodes."""
+        format, step = self.format, max(1, PIECE // max(1, w.shape[1]))
+        if not format.row_wise or len(w) <= step:
+            return format.encode(w, state)
+        made = []
+        for start in range(0, len(w), step):
+            own = {n: t if n in format.whole_parts else t[start : start + step] for n, t in state.items()}
+            made.append(format.encode(w[start : start + step], own))
+        return {n: t if n in format.whole_parts else torch.cat([m[n] for m in made]) for n, t in made[0].items()}
 
     def pack(self, dtype: torch.dtype = torch.float32) -> None:
         """Replace weight and state by the stored parts of weight.to(dtype)."""
@@ -217,8 +234,18 @@ class FormatHost(nn.Module):
 
     def keep_decoded(self, dtype: torch.dtype) -> None:
         """Multiply with a copy decoded now, for machines without a kernel: the speed and memory of a dense weight."""
-        if self.packed:
+        if not self.packed:
+            return
+        num_rows, width = self._local_shape()
+        step = max(1, PIECE // max(1, width))
+        if not self.format.row_wise or num_rows <= step:
             self.decoded = self.format.decode(self.parts(), dtype)
+            return
+        place = self.operands()[self.part_names[0]].device
+        self.decoded = torch.empty(num_rows, width, dtype=dtype, device=place)
+        for start in range(0, num_rows, step):
+            rows = torch.arange(start, min(start + step, num_rows), device=place)
+            self.decoded[start : start + step] = self.decode_rows(rows, dtype)
 
     def in_kernel_order(self, parts: Parts) -> Parts:
         """Stored parts as the kernel of their device reads them; the same object where there is none."""

@@ -45,6 +45,7 @@ __all__ = ["LoadedModel", "load_into", "load_model", "read_spec", "save_model", 
 
 ForeignFiles = CompressedFiles | Fp8Files | GptqAwqFiles
 _FLOATS = ("F64", "F32", "F16", "BF16")
+_PIECE = 1 << 24  # weights that are read at a time
 _COMPARED_ROWS = 4096  # of two matrices, at a time
 
 
@@ -381,13 +382,17 @@ def _fill(model: Decoder, source: _WeightSource) -> None:
         box = local_box(tensor)
         if box.size == 0:
             continue
-        data = source.read(name, box)
-        if data.dtype != tensor.dtype and not (data.is_floating_point() and tensor.is_floating_point()):
-            raise UserError(
-                f"tensor {name!r} is stored as {data.dtype}, its format needs {tensor.dtype}; save it again"
-            )
-        with torch.no_grad():
-            local(tensor).copy_(data)
+        step = max(1, _PIECE * box.shape[0] // box.size) if box.shape else 1
+        for start in range(box.start[0], box.stop[0], step) if box.shape else [0]:
+            piece = box if not box.shape else box.from_row(start, min(start + step, box.stop[0]))
+            data = source.read(name, piece)
+            if data.dtype != tensor.dtype and not (data.is_floating_point() and tensor.is_floating_point()):
+                raise UserError(
+                    f"tensor {name!r} is stored as {data.dtype}, its format needs {tensor.dtype}; save it again"
+                )
+            with torch.no_grad():
+                mine = local(tensor)
+                (mine[start - box.start[0] :][: len(data)] if box.shape else mine).copy_(data)
     for _, linear in format_hosts(model):
         if linear.state_names:
             linear.init_state()

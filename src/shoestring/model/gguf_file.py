@@ -106,10 +106,12 @@ class GgufFile:
             raw = raw[index]
         try:
             with np.errstate(all="ignore"):  # NaN scales of a damaged block
-                # A copy: F32 tensors are views of the read-only file, which may be deleted while the model lives.
-                values = torch.from_numpy(np.array(dequantize(raw, _type(tensor.kind)), dtype=np.float32))
+                read = np.asarray(dequantize(raw, _type(tensor.kind)), dtype=np.float32)
+            # F32 tensors are views of the read-only file, which may be deleted while the model lives.
+            values = torch.from_numpy(read.copy() if tensor.kind == "F32" else read)
         except NotImplementedError as error:
             raise UserError(f"{self.path}: tensor {shown(tensor.name)} cannot be decoded ({error})") from None
+        self._map.madvise(mmap.MADV_DONTNEED)  # pages of the file that were read would count as our memory
         return values[index] if len(tensor.shape) == 1 else values
 
     def blocks(self, tensor: GgufTensor, index: slice = slice(None)) -> Tensor:

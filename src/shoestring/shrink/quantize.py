@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from shoestring.errors import UserError, during
 from shoestring.formats import ConvertReport, Dense, Format, FormatHost, GridFormat, Parts
 from shoestring.formats.convert import Changed, Rule, assign, check_fits, format_host, tied_names, weight_modules
+from shoestring.formats.linear import all_finite
 from shoestring.host.block_offload import on_device
 from shoestring.model.blocks import BlocksModel, InputSource, block_of, block_prefixes
 from shoestring.shrink.awq import Awq
@@ -260,7 +261,7 @@ def plan_layers(model: BlocksModel, rules: Sequence[Rule], skip: Sequence[str], 
         check_fits(name, layer, format)
     wanted = {name: format for name, format in chosen.items() if not isinstance(format, Dense)}
     weights = {name: w for name in wanted if not (w := modules[name].weight).is_meta}  # type: ignore[union-attr]
-    finite = [w.isfinite().all() for w in weights.values()]  # type: ignore[operator]
+    finite = [all_finite(w) for w in weights.values()]  # type: ignore[arg-type]
     for name, good in zip(weights, torch.stack(finite).tolist() if finite else [], strict=True):
         if not good:
             raise UserError(f"{name}.weight holds NaN or infinite values; check the model")

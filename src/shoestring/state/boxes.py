@@ -47,6 +47,10 @@ class Box:
         """Number of elements; a box without dimensions (a 0-dim tensor) has one."""
         return math.prod(self.shape)
 
+    def from_row(self, start: int, stop: int) -> Box:
+        """The part between two indices of the first dimension."""
+        return Box((start, *self.start[1:]), (stop, *self.stop[1:]))
+
     def intersect(self, other: Box) -> Box | None:
         """The common box, or None when no element is common."""
         start = tuple(max(a, b) for a, b in zip(self.start, other.start, strict=True))

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")  # endings of weights that are pickles
+MOST_MAPPED = 1 << 26  # bytes that are read of a map
 
 
 class TensorFiles:
@@ -70,21 +71,28 @@ class TensorFiles:
 
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> Tensor:
         """The tensor, or the box of it that `index` cuts out (one slice a dimension)."""
-        file = self._file_of[name].values
-        if not index:
-            return file.get_tensor(name)
-        return file.get_slice(name)[index]
+        opened = self._file_of[name]
+        tensor = opened.values.get_slice(name)[index] if index else opened.values.get_tensor(name)
+        opened.note_read(tensor.nbytes)
+        return tensor
 
 
 class _Opened:
     """A file, its header at once and its values, for which torch is imported, when one is read."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self.header = path, open_tensors(path, header=True)
+        self._path, self.header, self._num_read = path, open_tensors(path, header=True), 0
 
     @cached_property
     def values(self) -> Any:
         return open_tensors(self._path)
+
+    def note_read(self, num_bytes: int) -> None:
+        """Map the file anew once in a while: what a process has read of a map counts as its memory."""
+        self._num_read += num_bytes
+        if self._num_read >= MOST_MAPPED:
+            del self.values
+            self._num_read = 0
 
 
 def open_tensors(path: Path, *, header: bool = False) -> Any:

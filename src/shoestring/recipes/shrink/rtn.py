@@ -22,6 +22,7 @@ from shoestring.errors import UserError
 from shoestring.evals.model_row import evaluate_row, text_tokens
 from shoestring.formats import Dense, Format, convert, pack, unpack
 from shoestring.formats.convert import assign, check_fits, format_hosts, tied_names, weight_modules
+from shoestring.formats.linear import all_finite
 from shoestring.model import Decoder, load_model, save_model
 from shoestring.model.encoder_types import encoder_type
 from shoestring.model.folder import described
@@ -88,6 +89,6 @@ def check_source(model: Decoder, rules: list[tuple[str, Format]], path: str) -> 
             raise UserError(
                 f"{path} is packed already ({name} is {layer.format.label}): quantize the model it was made from"
             )
-        if not layer.weight.is_meta and not layer.weight.isfinite().all():
+        if not layer.weight.is_meta and not all_finite(layer.weight):
             raise UserError(f"{name}.weight holds NaN or infinite values; check the model {path}")
         check_fits(name, layer, chosen.get(name, Dense()))
