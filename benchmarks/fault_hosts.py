@@ -175,9 +175,8 @@ def worker(place: Path, remote: bool, span_s: float) -> None:
     saver.memory.wait()
     while measured.peers.rounds is not None and measured.peers.rounds.busy():
         time.sleep(0.02)
-    size = (
-        sum(b.num_bytes for b in saver._memory.division.share.boxes) if saver._memory.division.share is not None else 0
-    )
+    share = measured.memory.division.share
+    size = 0 if share is None else sum(b.num_bytes for b in share.boxes)
     peers = measured.peers.rounds
     about = {"peer_s": peers.seconds, "peer_ok": peers.succeeded, "peer_error": peers.error} if peers else {}
     mesh.barrier()
