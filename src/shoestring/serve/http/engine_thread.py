@@ -65,6 +65,8 @@ class WeightUpdate:
 
 
 class EngineThread:
+    seconds_silent = 0.0  # it shares its process with who asks
+
     def __init__(
         self,
         engine: Engine | EncoderEngine,
@@ -77,6 +79,8 @@ class EngineThread:
         """`on_update`: texts in the engine end with the weights they began with, for at most `update_wait_s`, while new
         ones wait (drain); or they go on with the new ones at once (recompute)."""
         self.engine, self.metrics = engine, metrics
+        self.count_rejected: Callable[[], None] = metrics.rejected.inc
+        self.metrics_text: Callable[[], bytes] = metrics.render
         self.on_update, self._update_wait_s = on_update, update_wait_s
         self._update: WeightUpdate | None = None
         self._updates: queue.SimpleQueue[WeightUpdate] = queue.SimpleQueue()
@@ -92,13 +96,9 @@ class EngineThread:
         self._scored: PendingChoice | None = None  # its prompt is being scored
         self._stopping = False
         self._line: FairLine[PendingChoice] = FairLine()
-        self._report = Report()  # of this turn, so far
-        self._in_parts: set[int] = set()  # choices in its parts
+        self._told = _Told(engine, metrics)
         self._step_began: float | None = None  # None: waits for something to do
-        self._seconds_per_choice = 1.0  # moving average, for Retry-After
-        self._rate = _Rate()
-        self._num_prompt_tokens = 0
-        self.latest = self._snapshot()  # of the last report, for other threads
+        self.latest = self._told.snapshot(0)  # of the last report, for other threads
         self._thread = threading.Thread(target=self._run, name="shoestring-engine", daemon=True)
 
     # -- called from anywhere -------------------------------------------------------------------------------
@@ -115,11 +115,6 @@ class EngineThread:
         began = self._step_began
         return 0.0 if began is None else time.monotonic() - began
 
-    @property
-    def seconds_silent(self) -> float:
-        """It shares its process with who asks."""
-        return 0.0
-
     def facts(self, max_queue: int) -> EngineFacts:
         engine = self.engine
         eos_ids = tuple(t for t in sorted(engine.eos_ids) if t < engine.vocab_size)
@@ -128,12 +123,6 @@ class EngineThread:
 
     def post(self, message: Message) -> None:
         self._inbox.put(message)
-
-    def count_rejected(self) -> None:
-        self.metrics.rejected.inc()
-
-    def metrics_text(self) -> bytes:
-        return self.metrics.render()
 
     def announce_weights(self, step: int) -> None:
         """The weights of this step are about to be pulled."""
@@ -198,7 +187,7 @@ class EngineThread:
         finally:
             self._step_began = None
             gone = ApiError(503, "the engine has stopped; the server must be restarted", code="engine_dead")
-            self._report.closed, self._report.dead = gone, True
+            self._told.report.closed, self._told.report.dead = gone, True
             self._abort_all(gone)
 
     def _update_engine(self) -> None:
@@ -263,9 +252,9 @@ class EngineThread:
             return
         if choice.no_new_tokens:
             now = self.engine.clock()
-            self._start(choice, now)
-            self._time_first_token(choice, now)
-            self._emit(choice, ChoiceDelta(finish_reason="length"))
+            self._told.start(choice, now)
+            self._told.time_first_token(choice, now)
+            self._told.emit(choice, ChoiceDelta(finish_reason="length"))
             self._close_choice(choice, "length")
             return
         self._line.put(choice.client, choice)
@@ -284,7 +273,11 @@ class EngineThread:
                 greedy = who_gives_way(num_running, client)
                 if greedy is None:
                     return
-                self._pause(max((c for c in self._choices.values() if c.client == greedy), key=lambda c: c.arrived))
+                paused = max((c for c in self._choices.values() if c.client == greedy), key=lambda c: c.arrived)
+                assert paused.request is not None
+                self.engine.pause(paused.request)
+                del self._choices[paused.request.id]
+                self._line.put(paused.client, paused, first=True)
             self._enter(self._line.pop(client))
 
     def _enter(self, choice: PendingChoice) -> None:
@@ -300,12 +293,6 @@ class EngineThread:
         self._choices[choice.request.id] = choice
         if choice.started is None:
             self._not_started.add(choice)
-
-    def _pause(self, choice: PendingChoice) -> None:
-        assert choice.request is not None
-        self.engine.pause(choice.request)
-        del self._choices[choice.request.id]
-        self._line.put(choice.client, choice, first=True)
 
     def _next_to_score(self) -> PendingChoice | None:
         """Whose prompt or texts are next, if there is time now. Before new weights only what the old ones began."""
@@ -329,7 +316,7 @@ class EngineThread:
         """Compute the log-probabilities of a prompt, then continue as for any other choice. Texts in the engine get a
         step after every part of it, and afterwards as much time as the last part took."""
         assert choice.score_prompt is not None
-        self._start(choice, self.engine.clock())
+        self._told.start(choice, self.engine.clock())
         parts = self.engine.runner.prompt_logprob_parts(choice.prompt, choice.score_prompt, self.engine.chunk)
         num_scored = 0
         while num_scored < len(choice.prompt):
@@ -349,7 +336,7 @@ class EngineThread:
             if bad is not None:
                 self._fail(choice, _engine_error(NonFiniteLogits(num_scored + bad)))
                 return
-            self._emit(choice, ChoiceDelta(prompt_logprobs=tuple(scored)))
+            self._told.emit(choice, ChoiceDelta(prompt_logprobs=tuple(scored)))
             num_scored += len(scored)
         choice.score_prompt = None
         self._add(choice)
@@ -357,7 +344,7 @@ class EngineThread:
     def _embed(self, choice: PendingChoice, job: EmbeddingJob) -> None:
         """Compute the next batch of its texts; other clients' turn comes before the one after it. Texts in the engine
         get their time as in `_score`."""
-        self._start(choice, self.engine.clock())
+        self._told.start(choice, self.engine.clock())
         numbers, vectors = job.batches.pop(), None
         parts = self.engine.runner.embedding_parts([job.texts[i] for i in numbers], job.pooling, self.engine.chunk)
         while True:
@@ -381,9 +368,9 @@ class EngineThread:
         if job.batches:
             self._to_score.put(choice.client, choice, first=True)
             return
-        self._time_first_token(choice, self.engine.clock())
+        self._told.time_first_token(choice, self.engine.clock())
         found = torch.stack([job.vectors[i] for i in range(len(job.texts))])
-        self._emit(choice, ChoiceDelta(vectors_ND=found, finish_reason="stop"))
+        self._told.emit(choice, ChoiceDelta(vectors_ND=found, finish_reason="stop"))
         self._close_choice(choice, "stop")
 
     def _turn_between_parts(self) -> None:
@@ -400,11 +387,11 @@ class EngineThread:
         now = self.engine.clock()
         for choice in list(self._not_started):
             if choice.request is not None and choice.request.scheduled_at is not None:
-                self._start(choice, choice.request.scheduled_at)
+                self._told.start(choice, choice.request.scheduled_at)
                 self._not_started.discard(choice)
         gaps: dict[float, int] = {}  # most texts of a step have waited for the same time
         num_tokens = 0
-        ids, texts, tokens = self._report.pieces
+        ids, texts, tokens = self._told.report.pieces
         for output in outputs:
             choice = self._choices[output.request.id]
             reason = output.finish_reason
@@ -417,7 +404,7 @@ class EngineThread:
             num = len(output.token_ids)
             logprobs = choice.sampling.history.logprobs
             plain = num == 1 and reason is None and not (output.num_accepted or logprobs)
-            if plain and choice.id not in self._in_parts:
+            if plain and choice.id not in self._told.in_parts:
                 ids.append(choice.id)
                 texts.append(output.text)
                 tokens.append(output.token_ids[0])
@@ -431,11 +418,11 @@ class EngineThread:
                     drafted=output.drafted,
                     versions=() if reason is None or self.engine.version is None else _named(output.request),
                 )
-                self._emit(choice, part)
+                self._told.emit(choice, part)
             choice.num_sent += num
             num_tokens += num
             if num and choice.first_token is None:
-                self._time_first_token(choice, now)
+                self._told.time_first_token(choice, now)
             elif num:
                 gap = (now - choice.last_token) / num
                 gaps[gap] = gaps.get(gap, 0) + num
@@ -444,24 +431,9 @@ class EngineThread:
                 self._close_choice(choice, reason)
         if num_tokens:
             self.metrics.generation_tokens.inc(num_tokens)
-            self._rate.add(now, num_tokens)
+            self._told.rate.add(now, num_tokens)
         for gap, num in gaps.items():
             self.metrics.token_gap.observe(gap, num)
-
-    def _time_first_token(self, choice: PendingChoice, now: float) -> None:
-        """The three are observed together, so that queue and prefill always sum to the time to the first token."""
-        assert choice.started is not None
-        choice.first_token = choice.last_token = now
-        self.metrics.first_token.observe(now - choice.arrived)
-        self.metrics.queue_time.observe(choice.started - choice.arrived)
-        self.metrics.prefill_time.observe(now - choice.started)
-
-    def _start(self, choice: PendingChoice, when: float) -> None:
-        if choice.started is None:
-            choice.started = when
-            self._num_prompt_tokens += choice.num_prompt
-            self.metrics.prompt_tokens.inc(choice.num_prompt)
-            self.metrics.prompt_length.observe(choice.num_prompt)
 
     def _expire_waiting(self) -> None:
         now = self.engine.clock()
@@ -475,7 +447,7 @@ class EngineThread:
         return [*scored, *self._to_score, *self._line]
 
     def _fail(self, choice: PendingChoice, error: ApiError) -> None:
-        self._emit(choice, ChoiceDelta(error=error))
+        self._told.emit(choice, ChoiceDelta(error=error))
         self._drop(choice, "error")
 
     def _drop(self, choice: PendingChoice, reason: str) -> None:
@@ -494,14 +466,7 @@ class EngineThread:
             self._choices.pop(choice.request.id, None)
         self._known.pop(choice.id, None)
         self._not_started.discard(choice)
-        self._report.ended.append(choice.id)
-        self._seconds_per_choice += 0.1 * (now - (choice.started or now) - self._seconds_per_choice)
-        self.metrics.count_finished(reason)
-        self.metrics.text_length.observe(choice.num_sent)
-        if reason in ("stop", "length"):
-            assert choice.first_token is not None
-            self.metrics.latency.observe(choice.last_token - choice.arrived)
-            self.metrics.decode_time.observe(choice.last_token - choice.first_token)
+        self._told.end(choice, reason, now)
 
     def _abort_all(self, reason: ApiError) -> None:
         others: list[Message] = []
@@ -522,36 +487,79 @@ class EngineThread:
                 self._close_choice(choice, "error")
         self._publish()
 
-    def _emit(self, choice: PendingChoice, delta: ChoiceDelta) -> None:
-        self._report.parts.append((choice.id, delta))
-        self._in_parts.add(choice.id)
+    def _publish(self) -> None:
+        report = self._told.take(len(self._to_score) + len(self._line))
+        self.latest = report.snapshot
+        self.on_report(report)
 
-    def _snapshot(self) -> EngineSnapshot:
-        stats = self.engine.stats
+
+class _Told:
+    """What the thread tells of its work: the report of the turn, and the metrics."""
+
+    def __init__(self, engine: Engine | EncoderEngine, metrics: Metrics) -> None:
+        self._engine, self._metrics = engine, metrics
+        self.report = Report()  # of this turn, so far
+        self.in_parts: set[int] = set()  # choices in its parts
+        self.rate = _Rate()
+        self._seconds_per_choice = 1.0  # moving average, for Retry-After
+        self._num_prompt_tokens = 0
+
+    def emit(self, choice: PendingChoice, delta: ChoiceDelta) -> None:
+        self.report.parts.append((choice.id, delta))
+        self.in_parts.add(choice.id)
+
+    def start(self, choice: PendingChoice, when: float) -> None:
+        if choice.started is None:
+            choice.started = when
+            self._num_prompt_tokens += choice.num_prompt
+            self._metrics.prompt_tokens.inc(choice.num_prompt)
+            self._metrics.prompt_length.observe(choice.num_prompt)
+
+    def time_first_token(self, choice: PendingChoice, now: float) -> None:
+        """The three are observed together, so that queue and prefill always sum to the time to the first token."""
+        assert choice.started is not None
+        choice.first_token = choice.last_token = now
+        self._metrics.first_token.observe(now - choice.arrived)
+        self._metrics.queue_time.observe(choice.started - choice.arrived)
+        self._metrics.prefill_time.observe(now - choice.started)
+
+    def end(self, choice: PendingChoice, reason: str, now: float) -> None:
+        self.report.ended.append(choice.id)
+        self._seconds_per_choice += 0.1 * (now - (choice.started or now) - self._seconds_per_choice)
+        self._metrics.count_finished(reason)
+        self._metrics.text_length.observe(choice.num_sent)
+        if reason in ("stop", "length"):
+            assert choice.first_token is not None
+            self._metrics.latency.observe(choice.last_token - choice.arrived)
+            self._metrics.decode_time.observe(choice.last_token - choice.first_token)
+
+    def snapshot(self, num_outside: int) -> EngineSnapshot:
+        """`num_outside`: texts that wait and are not in the engine."""
+        engine, stats = self._engine, self._engine.stats
         return EngineSnapshot(
-            num_running=len(self.engine.running),
-            num_waiting=len(self.engine.waiting) + len(self._to_score) + len(self._line),
-            kv_usage=kv_usage(self.engine),
+            num_running=len(engine.running),
+            num_waiting=len(engine.waiting) + num_outside,
+            kv_usage=kv_usage(engine),
             num_prompt_tokens=self._num_prompt_tokens,
             num_new_tokens=stats.num_new_tokens,
             num_drafted=stats.num_drafted,
             num_accepted=stats.num_accepted,
-            tokens_per_s=self._rate.per_second(self.engine.clock()),
+            tokens_per_s=self.rate.per_second(engine.clock()),
             seconds_per_choice=self._seconds_per_choice,
-            drafts=self.engine.drafter is not None,
-            version=self.engine.version,
+            drafts=engine.drafter is not None,
+            version=engine.version,
         )
 
-    def _publish(self) -> None:
-        """Update the metrics before outputs are sent: a client that has its answer finds it counted."""
-        report, self._report = self._report, Report()
-        self._in_parts.clear()
-        report.snapshot = self.latest = now = self._snapshot()
-        self.metrics.count_stats(self.engine.stats)
-        self.metrics.num_running.set(now.num_running)
-        self.metrics.num_waiting.set(now.num_waiting)
-        self.metrics.kv_usage.set(now.kv_usage)
-        self.on_report(report)
+    def take(self, num_outside: int) -> Report:
+        """The metrics are up to date before outputs are sent: a client that has its answer finds it counted."""
+        report, self.report = self.report, Report()
+        self.in_parts.clear()
+        report.snapshot = now = self.snapshot(num_outside)
+        self._metrics.count_stats(self._engine.stats)
+        self._metrics.num_running.set(now.num_running)
+        self._metrics.num_waiting.set(now.num_waiting)
+        self._metrics.kv_usage.set(now.kv_usage)
+        return report
 
 
 def _named(request: Request) -> tuple[tuple[str, int], ...]:
