@@ -99,8 +99,8 @@ def test_a_publisher_that_dies_in_the_middle_of_transfers(trainer: Trainer, monk
         wait_for(lambda: step_of(service) == 1)
         original = exchange.Channel.__init__
 
-        def wrapped(self: exchange.Channel, sock: socket.socket, peer: str) -> None:
-            original(self, Cutting(fileno=sock.detach()), peer)
+        def wrapped(self: exchange.Channel, sock: socket.socket, *more: Any) -> None:
+            original(self, Cutting(fileno=sock.detach()), *more)
 
         monkeypatch.setattr(exchange.Channel, "__init__", wrapped)
         trainer.hook.server.close()
