@@ -4,7 +4,8 @@
 
 `inspect` of a GGUF file, `typo` (a format that does not exist), `generate` of 4 tokens and `quantize` to int4, of
 SmolLM2-135M-Instruct on the CPU in fp32. A line is the seconds of a process, with those of processor time in `quality`,
-or the most memory that it had. In `quality` beside `peak_mb`: the megabytes of the weights in fp32, and the memory of a process that only imports torch.
+or the most memory that it had. In `quality` beside `peak_mb`:
+the megabytes of the weights in fp32, and the memory of a process that only imports torch.
 """
 
 from __future__ import annotations
