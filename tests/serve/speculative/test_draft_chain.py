@@ -178,7 +178,7 @@ def test_in_a_pause_requests_are_not_looked_at_until_somebody_joins(monkeypatch:
     """Where one ends and the next begins their number stays; some are ready at once, found in the prefix cache."""
     target = tiny_decoder(0)
     engine = Engine(target, max_requests=3, block_size=4, graphs=True)
-    settings = DraftLengthSettings(lengths=(1,))
+    settings = DraftLengthSettings(lengths=(1,), exploration_rate=0.0)  # nor is one tried
     controller = DraftLengthController(lambda rows: float(rows), settings)  # no drafts pay
     engine.use_drafter(DraftModel(near_copy(target, 0.03), graphs=True), None, controller)
     engine.warm_up()

@@ -1,5 +1,5 @@
-"""Decisions of the draft-length controller as they were recorded before it was rewritten around a budget, a cost model
-and an acceptance model: on machines that replay measured costs (replayed.py), and on steps at random.
+"""Decisions of the draft-length controller as they were recorded when its settings were halved: on
+machines that replay measured costs (replayed.py), and on steps at random.
 
 A change of behaviour is a change of these lines: it should be meant, and measured (benchmarks/drafter_speed.py).
 """
@@ -32,46 +32,51 @@ MACHINES: dict[str, tuple[dict[str, float], list[tuple[int, int, int, bool]]]] =
 }
 # name -> drafts of each step (length x steps), seconds in the budget, seconds needed
 DECISIONS: dict[str, tuple[str, float, float]] = {
-    "good": ("0x6 8x17 2 8x13 4 8x16 0x64 8x10 4 2 0x99 8 4x2 1", 0.043918559550092655, 0.007951640704962192),
+    "good": ("0x6 8x17 2 8x13 4 8x16 0x7 8x7 0x6 8x13 0x6 8x9 0x6 8x9 2 0", 0.11826944224700682, 0.0),
     "fair": (
-        "0x6 8x19 4x11 8x3 4x2 8 4x11 1 0x76 4 8 4x3 2 0x128 4 8x2 4x3 2 4 8x3 4x17 8x2 4x7 2 0 4x16 8x5 4x4 2 0",
-        0.0019445509388900082,
-        0.0018130226511153225,
+        "0x6 8x22 4x3 8x16 4x2 1 0x6 8 0x69 4 8 4 2x2 8x14 4 8x2 4 8 4 8x6 4x4 8x5 4x2 8x2 0x25 4 8 4 2 "
+        "4x2 8x3 2x6 8 2x4 4x5 2x2 4 8x12 4 8 4x6 2 1",
+        0.0028580518000815595,
+        0.002471431418432549,
     ),
-    "bad": ("0x6 8x2 0x203 8 0x301 8 0x685 8 0x111", 0.001426802584337028, 0.0042813495025333295),
+    "bad": ("0x6 8x2 0x441 8 0x238 8 0x567 8 0x54", -0.00017901306720347372, 0.004741430146517537),
     "slow to catch up": (
-        "0x6 8x21 4 1 0 8x20 2 0 8x17 4 1 8x18 4 0x139 4x3 0 8x50 4 2",
-        0.05461363758945553,
-        0.014164181502648527,
+        "0x6 8x21 4 1 0 8x20 2 0 8x17 4 1 8x18 4 0x7 4 8x20 0x6 8x7 0x6 8x3 4x2 8x54 1",
+        0.11852980360033123,
+        0.0003142601149299746,
     ),
     "random 0": (
-        "0x6 2x2 8x2 2 4 8x2 2x4 8 2x2 8 2 8x7 2 8 2x3 8x5 0x6 8x2 2x2 8 2x2 8x2 2 8x4 2 8 2 8x3 2 8x4 2x2 "
-        "8x4 2x3 0x7 8x4 2x2 4 8x2 2x4 4x4 2x2 4 2 8 2x2 8 4 2 4x2 2 4x2 2 8x2 2x4 8x2 2 8 2x15 0x9 1x27 "
-        "0x105 2x2 8 0x9 2 0x101",
-        0.10005435145550985,
-        3.193885330126151,
+        "0x6 2x2 8x2 2 4 8x2 2x4 8 2x2 8 2 8x7 2 8 2x3 8x5 0x6 8x2 2x2 8 2x2 8x2 2 8x4 2 8 2 8x3 2 8x4 "
+        "2x2 8x4 2x3 0x7 8x4 2x2 4 8x2 2 8 2x2 8 2x3 8x2 2 8 2 8x2 2 8x2 2x2 8 2x3 8 2 0x38 8 2 8x5 2 8 "
+        "2x2 8 2 8x3 2 8x4 2x2 8x2 2 8 2 8x6 2 8 2 8x2 2 8x10 2 8 2 8 2x3 8x2 2 8 2x4 8x6 2 8x7 2 0x6 8x3 "
+        "2 8x5 2 8 2x3 8 2x2 8x2 2x3 4 8 2x4 8 2x2 4x2 2 4 2 8 2 8 2x2 4 8x2 0x7 2x2 8 2 8 2x24 8 2 8 2 8 "
+        "0x14 8 2 8 2x2 4x2 1x3 4 1 4x3 0x7 8 2 8 2 8 1x2 2x18 1x3 2 1x4",
+        1.2643512527645802,
+        1.3823717561838422,
     ),
     "random 1": (
-        "0x6 2 8 2 8x2 2 8x3 2x2 4 2 8 2 4 2 8x3 4 8 4 8 2x6 8x6 2x2 8 2 8 2 8 2x6 8 2 8 2x15 1x7 0x16 2 0x59 "
-        "1 2x3 0x33 2 0x6 2 8 4x3 1 2 4 1 2 8x2 2 4x3 2 4x7 8x2 2x3 8 2x2 8 2 8x2 2 8 2 8 1x2 0x27 2 0x10 8x4 "
-        "4 1 4x3 1 4x4 1x2 4x3 8 4x5 2 4 2x4 8 2x24 8 2 8 2 8 2x19 0x40",
-        0.6841823287207747,
-        1.2707857925016293,
+        "0x6 2 8 2 8x2 2 8x3 2x2 4 2 8 2 4 2 8x3 4 8 4 8 2x6 8x6 2x2 8 2 8 2 8 2x6 8 2 8x2 2x3 8 2 8 2x3 "
+        "8x2 2x2 8x4 2 8x4 2 8x4 2x2 8 2x2 8 2 8x4 2x4 0x7 2x7 8 2 8x2 2x4 8 1x21 2 1 0x7 2 8 1x4 0x7 1x2 "
+        "0x197 2 0x33",
+        -0.3993401547781671,
+        0.5387526079787825,
     ),
     "random 2": (
-        "0x6 8x4 2 8 0x144 2 0x12 2 0x30 2x2 8 2 8 2 8x2 2 8x3 2 8x2 2x11 4x3 2x3 4x2 2x3 4 2 4 0x9 8 2x2 8x4 "
-        "0x23 2 0x16 8 2 0x22 2x2 8x6 0x27 2x5 0x8 8x7 0x9 8 0x9 4x2 0x4",
-        0.5894231793930901,
-        2.1414109064727302,
+        "0x6 8x4 2 8 0x161 2 4x2 0x7 2 8x2 2x2 4x4 8 4x2 2 4x2 2 4 2 8x4 4 8 2 4x3 2 8 4 8 4x2 2 8 4 2 "
+        "4x5 8 4 2 8x2 2x2 4x2 2x2 8 2x2 0x6 8 0x21 1 8 0x10 2x3 8 0x7 2x6 4 2 4x3 2 4 8x2 2 4x2 8 4x3 "
+        "8x2 4x2 2 8 2 0x35 2 8 0x43",
+        0.06833589970137792,
+        0.7006007357001283,
     ),
     "random 3": (
-        "0x7 8 2 4 2 8 2x5 8x2 2 8x4 2 8 4 2 4 2x2 8 2x2 8 2 8x2 2 8 0x6 8 0x60 8 0x9 8 4 0 2x8 4x2 2 8x2 2 8 "
-        "2 8 2x2 8x2 2 8x2 2 8x2 2 8x2 2x3 8x5 2 8x2 2x2 8x9 2 8 2 8x2 2 8x3 2x3 8 0x9 8x4 2 8x6 2 8x5 2x2 "
-        "8x5 2 8 2x2 8x3 2 8 2 8 2 8x3 2 8 2x2 8x2 2 8x2 2 8 2 8 2 8x2 4 8x2 2x2 8x3 2 8x2 2 8 2 8x2 2 8x6 2 "
-        "8x3 2 8x7 2 8 2 8x2 2x4 8x3 2 8 2x2 8x2 2 8 2 8x3 2 8x3 2 8x2 2 8x2 2x2 8x12 2 8 2 8 2 8 2 8x3 2 8x6 "
-        "2 8 2x2 8 2 8x3 2x2 0x8 8 0x31",
-        1.443241251412904,
-        2.4702112822706157,
+        "0x7 8 2 4 2 8 2x5 8x2 2 8x4 2 8 4 2 4 2x2 8 2x2 8 2 8x2 2 8 0x6 8x2 2x2 8x2 2x4 1x4 0x7 1x3 0x7 "
+        "1x3 0x14 8x2 2x2 8 2x2 8x2 2 8 2x3 8x3 2x4 8 2 8x5 2x4 8x3 2 8x4 2x3 8x3 2 8x4 2x3 8x3 2x2 8x2 "
+        "2x2 8 2x3 8 2 8x3 4 8x3 2 8x2 2 8x9 2x2 8 2 8x2 2x2 8 2x2 8x5 2x2 8x2 2 8x4 2x3 8 2 8x20 2 8x5 "
+        "2x2 8 2 8x5 2 8 2 8 2x3 1 2 8 2 8 2 1 8 2 8x2 2 8x2 2 8x5 2 8 1x2 2x2 8x4 2x2 8x2 2 8x2 2 8x8 "
+        "2x5 0x7 2x3 8 2 0x2 2x19 1 8 1x11 8 1x4 2 0x2 2x2 8 2 8 2x2 8x3 2x2 8x4 2 8x2 2 8x6 2x2 8x2 2 "
+        "8x7 2 8",
+        36.37222981277201,
+        0.028981781298716758,
     ),
 }
 

@@ -16,24 +16,25 @@ plain steps are launched ahead of the host only those count for it: the others a
 beside them. A drafter that paused has to catch up on texts first; that cost is learned as well and spread over the
 tokens that the requests may still gain.
 
-The model may be wrong, so every loss is paid from a budget (`ExplorationBudget`): a few plain steps at the start, the
-exploration rate (1%) of all time up to the cost of the next try, and a share of what drafts save. What drafts saved is
-also kept per batch size, and pays for losses there first. Drafts are chosen only if the budget and half of the savings
-cover a step that gains nothing. So, if plain steps are known, all losses beyond what drafts saved are at most
+The bound: the model may be wrong, so every loss is paid from a budget (`ExplorationBudget`): a few plain steps at the
+start, the exploration rate of all time up to the cost of the next try, and a share of what drafts save. What drafts
+saved is also kept per batch size, and pays for losses there first. Drafts are chosen only if the budget and a share of
+the savings cover a step that gains nothing. So, if plain steps are known, all losses beyond what drafts saved are, at
+most,
 
-    first_budget (known_budget) plain steps + exploration_rate * time + one step of each batch size and one probe
+    first_budget plain steps + exploration_rate * time + one step of each batch size and one probe
 
 however wrong the model is (tests/serve/speculative/test_draft_length.py).
 
-A drafter whose acceptance was measured when it was made starts with it, and with a larger first budget: a few unlucky
-steps at the start, which would use up a small one, then do not decide about the next seconds.
+A drafter whose acceptance was measured when it was made starts with it, as if it were the average of a full window: a
+few unlucky steps at the start then do not decide about the next seconds.
 
 Without drafts nothing is learned about them, so now and then a probe tries the longest draft, paid from the budget.
 Where drafting is off it takes few requests, since their texts have to be caught up on; it teaches acceptance, not
 costs, and runs only where drafts would pay if all were accepted. A probe that gains is followed by another at once;
-after a loss the budget refills, more slowly after each loss in a row. A decision for no drafts is a pause: it holds for
-a few steps of the same requests, or until the budget covers the next try, so that the host is not kept busy. A request
-that joins or leaves ends it. Steps with prefill have no drafts: their time says nothing.
+after a loss the budget refills first. A decision for no drafts is a pause: it holds for a few steps of the same
+requests, or until the budget covers the next try, so that the host is not kept busy. A request that joins or leaves
+ends it. Steps with prefill have no drafts: their time says nothing. Plain steps are measured again from time to time.
 
 Left out: classes of requests with different acceptance, different lengths within a step, changing costs of a size that
 is in a pause, the length of the texts to catch up on.
@@ -59,35 +60,20 @@ class DraftLengthSettings:
     # -- acceptance
     first_acceptance: float = 0.8  # chance before any observation: optimistic, so that a new drafter is tried
     smoothing: float = 0.02  # weight of the newest observation: about the last 50 count
-    known_observations: int = 20  # that an acceptance which was measured beforehand counts as
     stale_observations: int = 5  # that older ones count as after a pause, so that a probe matters
     # -- costs
     window: int = 9  # observations of a median, so that a single slow step changes nothing
     first_overhead: float = 0.125  # plain steps: X of one draft for one request (H200), until measured
-    first_catch_up: float = 0.5  # plain steps to catch up on one text, until it is measured
-    plain_steps: int = 6  # steps without drafts at a new batch size: plain costs must be known first
+    plain_steps: int = 6  # measured at a new batch size, before drafts; a decision for none holds as long
+    remeasure_steps: int = 1000  # with drafts, after which plain steps are measured again
     # -- choice
     margin: float = 1.02  # times the plain rate, for drafts to be worth their noise
-    catch_up_margin: float = 1.1  # the same if texts have to be caught up on first, which is less certain
-    close_margin: float = 1.25  # times the plain rate: a win below this is remeasured
-    remeasure_steps: int = 250  # steps with a close win, after which plain steps are measured again
-    pause_steps: int = 8  # steps for which a decision for no drafts holds
-    catch_up_risk: float = 2.0  # times the usual seconds that catching up may take (texts differ in length)
-    min_risk: float = 0.25  # plain steps that any step with drafts may lose
-    fresh_share: float = 0.75  # of the most tokens that requests had left: above it texts have just begun
-    fresh_decay: float = 0.998  # of that maximum per decision: the load may change
     # -- budget
-    exploration_rate: float = 0.01  # of all time, for tries; 0: no probes
-    first_budget: float = 5.0  # plain steps, so that a new drafter is tried at once
-    known_budget: float = 12.0  # plain steps, instead, where the acceptance was measured beforehand
-    risked_share: float = 0.5  # of the savings at a batch size, that drafts may lose again
-    max_savings: float = 128.0  # plain steps that count: savings of long ago are no credit
-    reinvested_share: float = 0.1  # of what drafts save, for tries at other batch sizes
-    max_budget: float = 32.0  # plain steps, up to which it is reinvested
-    # -- probes
+    exploration_rate: float = 0.004  # of all time, for tries; 0: no probes
+    first_budget: float = 10.0  # plain steps, so that a new drafter is tried at once
+    risked_share: float = 0.25  # of what drafts saved, that may be lost again: there, and (once) at other batch sizes
+    max_credit: float = 64.0  # plain steps, of savings and of the budget: what was saved long ago is no credit
     probed_requests: int = 2  # with drafts in a probe during a pause, in turn
-    probed_tokens: int = 16  # that requests may still gain on average, for such a probe to be of use
-    max_failed_probes: int = 3  # in a row that count; the budget refills 1 + so many times slower
 
 
 SETTINGS = DraftLengthSettings()
@@ -192,7 +178,7 @@ class CostModel:
 
     def catch_up(self, num_texts: int) -> float:
         sizes = (power_of_two_below(num_texts),)
-        return self.catch_ups.get(sizes, self.settings.first_catch_up * self.plain(num_texts)) * _root(sizes)
+        return self.catch_ups.get(sizes, self.plain(num_texts)) * _root(sizes)
 
     def add_plain(self, batch: int, seconds: float, ahead: bool) -> None:
         if ahead and not self._runs_ahead:
@@ -205,7 +191,7 @@ class CostModel:
         self.overheads.add(sizes, (seconds - self.pass_seconds(rows)) / _root(sizes), default)
 
     def add_catch_up(self, batch: int, seconds: float) -> None:
-        default, sizes = self.settings.first_catch_up * self.plain(batch), (power_of_two_below(batch),)
+        default, sizes = self.plain(batch), (power_of_two_below(batch),)
         self.catch_ups.add(sizes, seconds / _root(sizes), default)
 
 
@@ -243,7 +229,7 @@ class AcceptanceModel:
         self.accepted = MovingAverages(settings.first_acceptance, num, settings.smoothing)  # a_j
         if known:
             self.accepted.values = [*known, *[known[-1]] * num][:num]
-            self.accepted.counts = [settings.known_observations] * num
+            self.accepted.counts = [round(1 / settings.smoothing)] * num
         self.offered = MovingAverages(1.0, num, settings.smoothing)  # c_j
 
     def num_offered(self, length: int) -> float:
@@ -272,7 +258,6 @@ class SizeRecord:
         self.num_plain_due = settings.plain_steps  # plain steps to measure first
         self.num_drafted = 0  # steps with drafts since the last plain one
         self.probe_loss = 0.0  # seconds that the last probe lost
-        self.num_failed_probes = 0  # in a row
 
     @property
     def risked(self) -> float:
@@ -282,13 +267,11 @@ class SizeRecord:
     def add_savings(self, saved: float, plain: float) -> float:
         """Seconds that a step with drafts saved. Returns the part of a loss that earlier savings do not cover."""
         savings = self.savings + saved
-        self.savings = max(0.0, min(savings, self._settings.max_savings * plain))
+        self.savings = max(0.0, min(savings, self._settings.max_credit * plain))
         return max(0.0, -savings)
 
     def add_probe(self, lost: float) -> None:
         self.probe_loss = max(0.0, lost)
-        failed = min(self._settings.max_failed_probes, self.num_failed_probes + 1)
-        self.num_failed_probes = failed if lost > 0 else 0
 
 
 class ExplorationBudget:
@@ -304,14 +287,14 @@ class ExplorationBudget:
         assert self.seconds is not None
         self.seconds -= loss
         if saved > 0:
-            grown = self.seconds + self._settings.reinvested_share * saved
-            self.seconds = max(self.seconds, min(grown, self._settings.max_budget * plain))
+            grown = self.seconds + self._settings.risked_share * saved
+            self.seconds = max(self.seconds, min(grown, self._settings.max_credit * plain))
 
-    def accrue(self, spent: float, num_failed_probes: int) -> None:
+    def accrue(self, spent: float) -> None:
         """The exploration rate's part of the time that passed, up to what is needed."""
         assert self.seconds is not None
         if self.seconds < self.needed:
-            self.seconds = min(self.needed, self.seconds + self.rate / (1 + num_failed_probes) * spent)
+            self.seconds = min(self.needed, self.seconds + self.rate * spent)
 
 
 @dataclass
@@ -337,11 +320,9 @@ class DraftLengthController:
         self.settings, self.lengths = settings, settings.lengths
         self.costs = CostModel(profile, settings)
         self.acceptance = AcceptanceModel(settings, known_acceptance)
-        self.first_budget = settings.known_budget if known_acceptance else settings.first_budget  # in plain steps
         self.budget = ExplorationBudget(settings)
         self.sizes: dict[int, SizeRecord] = {}  # by batch size (a power of two)
         self.step = Step()
-        self._most_left = 0.0  # tokens that requests had left, the most; decays
         self._next_probed = 0  # index of the first request of the next partial probe
         self._pause: Pause | None = None
 
@@ -377,7 +358,7 @@ class DraftLengthController:
 
     def _decide(self, batch: int, prospects: Callable[[], Prospects]) -> Decision:
         pause = self._pause
-        if pause is not None and pause.age < self.settings.pause_steps:
+        if pause is not None and pause.age < self.settings.plain_steps:
             pause.age += 1
             if pause.batch == batch and self._available(batch) < pause.needed:
                 return Decision(0, 0, 0.0)
@@ -389,7 +370,7 @@ class DraftLengthController:
     def _available(self, batch: int) -> float:
         """Seconds in the budget."""
         seconds = self.budget.seconds
-        return self.first_budget * self.costs.plain(batch) if seconds is None else seconds
+        return self.settings.first_budget * self.costs.plain(batch) if seconds is None else seconds
 
     def _pick(self, batch: int, prospects: Prospects) -> Decision:
         most, left, is_behind = prospects
@@ -400,16 +381,14 @@ class DraftLengthController:
         behind = is_behind()
         catch_up = self.costs.catch_up(batch) if behind else 0.0
         rates = self.rates(batch, longest, catch_up / max(1.0, left))
-        worth = (self.settings.catch_up_margin if behind else self.settings.margin) * rates[0]
+        worth = self.settings.margin * rates[0]
         risks = self._risks(batch, [g for g in rates if g and rates[g] >= worth], catch_up)
-        # Drafts that never saved anything here begin with a text only, when there is least to catch up on.
-        may_begin = not behind or size.savings > 0 or self._is_fresh(left)
-        covered = [g for g in risks if may_begin and risks[g] <= max(0.0, available) + size.risked]
+        covered = [g for g in risks if risks[g] <= max(0.0, available) + size.risked]
         best = max(covered, key=lambda g: (rates[g], -g), default=0)
         if best == 0 and risks:  # worth it, but the budget has to grow first
             self.budget.needed = max(0.0, min(risks.values()) - size.risked)
-            return Decision(0, longest, rates[0], self.budget.needed if may_begin else math.inf)
-        loss = self._probe_loss(batch, longest, best, rates[best], worth, left, behind)
+            return Decision(0, longest, rates[0], self.budget.needed)
+        loss = self._probe_loss(batch, longest, best, rates[best], worth, behind)
         if loss is None:
             return Decision(best, longest, rates[best])
         self.budget.needed = max(0.0, loss, size.probe_loss)
@@ -417,16 +396,14 @@ class DraftLengthController:
 
     def _risks(self, batch: int, lengths: Sequence[int], catch_up: float) -> dict[int, float]:
         """Seconds that a step of each length loses if no draft is accepted."""
-        plain, settings = self.costs.plain(batch), self.settings
-        entry = settings.catch_up_risk * catch_up
-        return {g: max(self.seconds(batch, g) + entry - plain, settings.min_risk * plain) for g in lengths}
+        plain = self.costs.plain(batch)
+        return {g: self.seconds(batch, g) + catch_up - plain for g in lengths}
 
     def _probe_loss(
-        self, batch: int, longest: int, best: int, best_rate: float, worth: float, left: float, behind: bool
+        self, batch: int, longest: int, best: int, best_rate: float, worth: float, behind: bool
     ) -> float | None:
         """Seconds that a probe is expected to lose against the best length; None: nothing to learn from one."""
-        useless = behind if best else left < self.settings.probed_tokens
-        if useless or best == longest or not self.budget.rate:
+        if (behind and best) or best == longest or not self.budget.rate:
             return None
         num = batch if best else min(batch, self.settings.probed_requests)
         if num < batch and self._certain_rate(batch, longest) < worth:
@@ -439,12 +416,6 @@ class DraftLengthController:
         """The best rate if all drafts were offered and accepted."""
         lengths = [g for g in self.lengths if g <= longest]
         return max(batch * (1 + g) / self.costs.drafted(batch, g, batch + batch * g) for g in lengths)
-
-    def _is_fresh(self, left: float) -> bool:
-        """Whether texts have just begun, so that there is little to catch up on."""
-        if math.isfinite(left):
-            self._most_left = max(left, self.settings.fresh_decay * self._most_left)
-        return left >= self.settings.fresh_share * self._most_left
 
     # -- the model ------------------------------------------------------------------------------------------
     def seconds(self, batch: int, length: int, num_drafted: int | None = None) -> float:
@@ -507,7 +478,7 @@ class DraftLengthController:
                 self.costs.add_catch_up(batch, max(0.0, spent - self.seconds(batch, step.length)))
             elif not step.partial:
                 self.costs.add_drafted(batch, step.length, rows, spent)
-        budget.accrue(spent, size.num_failed_probes)
+        budget.accrue(spent)
         self.discard_step()
 
     def _settle(self, size: SizeRecord, plain: float, pausing: bool, lost: float, saved: float) -> float:
@@ -521,7 +492,6 @@ class DraftLengthController:
             if lost > 0:
                 return lost
         size.num_drafted += 1
-        close = step.best_rate < self.settings.close_margin * step.batch / plain
-        if size.num_drafted >= self.settings.remeasure_steps and close:
+        if size.num_drafted >= self.settings.remeasure_steps:
             size.num_plain_due, size.num_drafted = self.settings.plain_steps, 0
         return size.add_savings(saved, plain)
