@@ -247,7 +247,8 @@ def test_a_resumed_run_does_not_go_back(cli: Callable[..., str], corpus: Path, t
     run = tmp_path / "run"
     cli("run", "train/dense", f"data={corpus}", "steps=4", f"run={run}", *TINY, *SHORT)
     before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
-    said = cli("run", "train/dense", f"resume={run}", "steps=3", "data=nowhere", fails=True)
+    (empty := tmp_path / "empty.txt").touch()  # reading it would be another error
+    said = cli("run", "train/dense", f"resume={run}", "steps=3", f"data={empty}", fails=True)
     assert f"steps=3 is less than the 4 that {run} has done: give 4 or more" in said
     assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == before
     cli("run", "train/dense", f"resume={run}", "steps=4")  # nothing is left to do, and that is fine
@@ -277,13 +278,13 @@ BAD: dict[str, tuple[list[str], str]] = {
     "not UTF-8": (["data=BINARY"], "UTF-8"),
     "too many ranks": (["data=CORPUS", "mesh.dp=2"], "torchrun --nproc-per-node 2"),
     "heads": (["data=CORPUS", "num_heads=5"], "num_heads=5"),
-    "odd heads, before any text is read": (["data=nowhere", "d_model=60"], "heads of 15 dims"),
-    "a gate that GPT-2 has not": (["data=nowhere", "size=gpt2-124m", "act=geglu"], "has none"),
+    "odd heads, before any text is read": (["data=EMPTY", "d_model=60"], "heads of 15 dims"),
+    "a gate that GPT-2 has not": (["data=EMPTY", "size=gpt2-124m", "act=geglu"], "has none"),
     "keys that GPT-2 does not share": (
-        ["data=nowhere", "size=gpt2-124m", "d_model=64", "num_heads=4", "num_kv_heads=2"],
+        ["data=EMPTY", "size=gpt2-124m", "d_model=64", "num_heads=4", "num_kv_heads=2"],
         "cannot have num_kv_heads=2",
     ),
-    "a graph without a GPU": (["data=nowhere", "graph=true"], "needs one CUDA GPU, this run has 1 x cpu"),
+    "a graph without a GPU": (["data=EMPTY", "graph=true"], "needs one CUDA GPU, this run has 1 x cpu"),
     "tokenizer": (["data=CORPUS", "tokenizer=nowhere"], "nowhere"),
     "init": (["data=CORPUS", "init_from=nowhere"], "nowhere"),
     "init without a tokenizer": (["data=CORPUS", "init_from=BARE"], "BARE has no tokenizer"),
