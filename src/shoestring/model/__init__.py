@@ -30,3 +30,7 @@ def __getattr__(name: str) -> Any:
     if name in __all__:
         return getattr(import_module(f"shoestring.model.{_ELSEWHERE.get(name, 'folder')}"), name)
     raise AttributeError(f"module 'shoestring.model' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
