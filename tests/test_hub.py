@@ -282,6 +282,8 @@ def test_a_run_is_pushed_with_its_card(tmp_path: Path, command: Any, monkeypatch
     pytest.importorskip("huggingface_hub")
     monkeypatch.chdir(tmp_path)
     folder = shrunk_run(tmp_path, command)
+    (folder / "model" / "1_Pooling").mkdir()  # as sentence-transformers keep it; a decoder's is pushed alike
+    (folder / "model" / "1_Pooling" / "config.json").write_text('{"pooling_mode_cls_token": true}')
     with stand_in_uploads() as (url, repos):
         said = run(
             tmp_path,
@@ -300,7 +302,8 @@ def test_a_run_is_pushed_with_its_card(tmp_path: Path, command: Any, monkeypatch
     files = repos["me/tiny"]
     assert files.pop("visibility") == b"private" and files.pop("message") == b"small, with Shoestring"
     model = folder / "model"
-    assert set(files) == {p.name for p in model.iterdir() if p.suffix != ".pkl"} | {"README.md"}
+    wanted = {p.relative_to(model).as_posix() for p in model.rglob("*") if p.is_file() and p.suffix != ".pkl"}
+    assert "1_Pooling/config.json" in wanted and set(files) == wanted | {"README.md"}
     assert all(content == (model / name).read_bytes() for name, content in files.items() if name != "README.md")
     assert {"config.json", "README.md"} <= set(repos["me/tiny@v2"])
     card = files["README.md"].decode()

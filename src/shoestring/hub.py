@@ -93,14 +93,15 @@ def fetched(asked: HubId) -> Path:
     return folder
 
 
-def upload(asked: HubId, files: Sequence[Path], card: str, *, private: bool, message: str) -> str:
-    """Commit these files and the card to the repository, which is made where there is none; returns its URL."""
+def upload(asked: HubId, folder: Path, files: Sequence[Path], card: str, *, private: bool, message: str) -> str:
+    """Commit files of the folder and the card to the repository, which is made where there is none; returns its URL."""
     try:
         from huggingface_hub import CommitOperationAdd, HfApi, errors
     except ModuleNotFoundError:
         raise UserError("to push to the Hugging Face hub, pip install 'shoestring[hub]'") from None
     api = HfApi()
-    operations = [CommitOperationAdd(path.name, str(path)) for path in files if path.name != "README.md"]
+    names = {path.relative_to(folder).as_posix(): path for path in files}
+    operations = [CommitOperationAdd(name, str(path)) for name, path in names.items() if name != "README.md"]
     operations.append(CommitOperationAdd("README.md", card.encode()))
     try:
         url = api.create_repo(asked.repo, private=private or None, exist_ok=True)

@@ -24,6 +24,7 @@ from shoestring.model.folder import weight_files
 from shoestring.paths import find_model
 from shoestring.report import eval_table, flatten, markdown
 from shoestring.runlog import lineage, read_config, read_evals
+from shoestring.state.files import POOLING
 
 DATA = {
     "data": "training data",
@@ -62,11 +63,11 @@ def push(given: str, repo: str, *, private: bool = False, dry_run: bool = False,
     own = (folder / "README.md").is_file()
     runs = lineage(Path(given).expanduser()) or lineage(folder)
     card = read_text(folder / "README.md", MOST_CARD) if own else model_card(folder, asked, runs)
-    names = sorted({*(f.name for f in files), "README.md"})
+    names = sorted({*(f.relative_to(folder).as_posix() for f in files), "README.md"})
     if dry_run:
         return Pushed("", names, card, own)
     said = message or f"{folder.parent.name if folder.name == 'model' else folder.name}, with Shoestring"
-    return Pushed(upload(asked, files, card, private=private, message=said), names, card, own)
+    return Pushed(upload(asked, folder, files, card, private=private, message=said), names, card, own)
 
 
 def model_of(path: Path) -> Path:
@@ -81,6 +82,7 @@ def model_files(folder: Path) -> list[Path]:
     if not weights:
         raise UserError(f"{folder} has no safetensors files, so there is no model to push")
     others = [p for p in folder.iterdir() if p.suffix in (".json", ".jinja") or p.name in ("merges.txt", "vocab.txt")]
+    others.append(folder / POOLING / "config.json")  # without it an encoder's vectors are pooled otherwise
     return sorted({*weights, *(p for p in others if p.is_file())})
 
 

@@ -20,7 +20,7 @@ from serving import running  # noqa: E402
 from shoestring.serve import Engine  # noqa: E402
 from shoestring.serve.engine.logit_rules import SamplingWithRules, TokenHistory, VerifyWithRules  # noqa: E402
 from shoestring.serve.http import grammar  # noqa: E402
-from shoestring.serve.http.grammar import Grammars, PriorityThreads, wanted_schema  # noqa: E402
+from shoestring.serve.http.grammar import Grammars, GrammarSource, PriorityThreads, wanted_schema  # noqa: E402
 from shoestring.serve.http.request_schema import ApiError  # noqa: E402
 from shoestring.serve.speculative.verify import coupled  # noqa: E402
 from tiny import chat_tokenizer, served_model  # noqa: E402
@@ -104,6 +104,12 @@ def test_without_the_library_the_client_is_told(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ApiError, match="llguidance") as refused:
         grammars.of(wanted_schema({"type": "json_object"}))
     assert refused.value.status == 400 and refused.value.param == "response_format"
+    assert "tool_choice" not in str(refused.value)
+    with pytest.raises(
+        ApiError, match="auto where the model's chat template knows tools; where it does not"
+    ) as refused:
+        grammars.of(GrammarSource("start: /x/", lark=True))
+    assert refused.value.status == 400 and refused.value.param == "tools"
 
 
 # -- limits --------------------------------------------------------------------------------------------

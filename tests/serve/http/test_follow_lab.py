@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import random
 import signal
 import socket
@@ -17,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 from serving import running, wait_for
 from test_follow import ENV, Trainer, complete, expected, get, killed, step_of
@@ -191,6 +192,23 @@ def command(*args: str, ranks: int = 1, port: int = 0) -> list[str]:
     return [*launch, "-m", "shoestring", *args]
 
 
+def end_whole(process: subprocess.Popen[bytes]) -> None:
+    """SIGKILL to it and all below it: torchrun's workers are in sessions of their own, where no signal to its process
+    group reaches them. It is
+    stopped first, so that it starts none while they are listed."""
+    if process.poll() is not None:
+        return
+    process.send_signal(signal.SIGSTOP)
+    below = psutil.Process(process.pid).children(recursive=True)
+    for one in below:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.kill()
+    process.kill()
+    process.wait(60)
+    _, alive = psutil.wait_procs(below, timeout=30)
+    assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
+
+
 class Served:
     def __init__(self, folder: Path, address: str, log: Path, *, ranks: int = 1, more: tuple[str, ...] = ()) -> None:
         self.port, self.log = free_port(), log
@@ -221,10 +239,8 @@ class Served:
         with urllib.request.urlopen(request, timeout=60) as answer:
             return json.loads(answer.read())["choices"][0]["text"]
 
-    def stop(self, sig: int = signal.SIGTERM) -> None:
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, sig)
-            self.process.wait(60)
+    def stop(self) -> None:
+        end_whole(self.process)
 
 
 @pytest.mark.parametrize(("ranks", "form"), [(1, "int8:g0"), (2, "dense")])
@@ -246,7 +262,7 @@ def test_the_commands(tmp_path: Path, ranks: int, form: str) -> None:
         served = packed / "model"
     address = f"127.0.0.1:{free_port()}"
     server = Served(served, address, tmp_path / "serve.log", ranks=ranks)
-    started: list[Served] = [server]
+    started: list[subprocess.Popen[bytes]] = [server.process]
     try:
         run = tmp_path / "run"
         more = [f"init_from={base / 'model'}", "steps=500", "lr=0.003", "mesh.dp=2", "save_every=0", f"run={run}"]
@@ -254,10 +270,11 @@ def test_the_commands(tmp_path: Path, ranks: int, form: str) -> None:
         training = subprocess.Popen(
             command("run", "train/dense", *common, *more, *publish, ranks=2, port=free_port()), env=ENV
         )
+        started.append(training)
         wait_for(lambda: server.step() >= 20 or training.poll() is not None, 240)
-        server.stop(signal.SIGKILL)  # at a random moment: in a pull, a swap or between
+        server.stop()  # at a random moment: in a pull, a swap or between
         server = Served(served, address, tmp_path / "serve2.log", ranks=ranks)
-        started.append(server)
+        started.append(server.process)
         assert training.wait(240) == 0
         wait_for(lambda: server.step() == 500, 60)
         prompt = " ".join(words[:2])
@@ -274,4 +291,4 @@ def test_the_commands(tmp_path: Path, ranks: int, form: str) -> None:
         assert found.strip() and found.strip() in plain
     finally:
         for one in started:
-            one.stop(signal.SIGKILL)
+            end_whole(one)

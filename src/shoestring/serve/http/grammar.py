@@ -57,6 +57,11 @@ LIBRARY_LIMITS: dict[str, Any] = {
     "max_items_in_row": 4_000,  # each property that may come next takes four
     "verbose_errors": False,
 }
+INSTEAD_OF_JSON = 'ask for JSON in the prompt and use {"type": "text"}'
+INSTEAD_OF_TOOLS = (
+    "leave tool_choice at auto where the model's chat template knows tools; where it does not, describe them in the "
+    "prompt and send no tools, or tool_choice none"
+)
 NUM_COMPILED = 32  # schemas that are kept: most clients send the same one again
 NUM_MASK_THREADS = max(1, min(4, (os.cpu_count() or 1) // 4))
 
@@ -127,8 +132,7 @@ class Grammars(GrammarCache):
         except ModuleNotFoundError:
             return refused(
                 "JSON formats and enforced tool calls need the package llguidance on the server (pip install "
-                '\'shoestring[grammar]\'); without it ask for JSON in the prompt and use {"type": "text"}, or leave '
-                "tool_choice at auto"
+                f"'shoestring[grammar]'); without it {INSTEAD_OF_TOOLS if source.lark else INSTEAD_OF_JSON}"
             )
         if not self._eos_ids:
             return refused("this model has no end-of-text token, so an answer of this format could not end")
