@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -145,15 +147,36 @@ def test_what_makes_a_certificate_fail(
     what: str, said: str | None, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     exported = export_model(folder, tmp_path / "out")
-    found = compare(exported, load_model(exported.path), Wrong(exported.path, what), certificate.TEXT[:80])
+    monkeypatch.setattr(certificate, "open_target", lambda e: Wrong(e.path, what))
+    found = compare(exported, certificate.TEXT[:80])
     assert [f for f in found["failed"] if said is not None and said in f] == found["failed"]
     assert bool(found["failed"]) == (said is not None)
     if what == "chat":  # the files are there all the same, and the command fails
-        monkeypatch.setattr(certificate, "open_target", lambda e: Wrong(e.path, what))
         with pytest.raises(UserError, match=r"is written, but wrong does not compute the same.*certificate\.json has"):
             certify(exported)
         assert "**Failed:**" in (tmp_path / "out" / "README.md").read_text()
         assert json.loads((tmp_path / "out" / "certificate.json").read_text())["failed"] == found["failed"]
+
+
+def test_one_model_at_a_time(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three used to be in memory together: the source, the exported files, and those in their target."""
+    exported, alive, most = export_model(folder, tmp_path / "out"), [], 0
+
+    def counted(function: Any) -> Any:
+        def call(*given: Any) -> Any:
+            nonlocal most
+            found = function(*given)
+            alive.append(weakref.ref(getattr(found, "model", found)))
+            gc.collect()
+            most = max(most, sum(one() is not None for one in alive))
+            return found
+
+        return call
+
+    for name in ("load_as_written", "load_model", "open_target"):
+        monkeypatch.setattr(certificate, name, counted(getattr(certificate, name)))
+    assert certify(exported)["failed"] == []
+    assert len(alive) == 3 and most == 1
 
 
 def test_what_cannot_be_certified_is_said_before_the_export(

@@ -24,6 +24,7 @@ import math
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,13 @@ import torch
 from torch import Tensor
 
 from shoestring.errors import UserError
-from shoestring.model.export import FP8, GGUF, Exported
-from shoestring.model.folder import LoadedModel, load_model, weight_files
+from shoestring.model.export import FP8, GGUF, Exported, load_as_written
+from shoestring.model.folder import load_model, read_spec, weight_files
 from shoestring.model.gguf_blocks import FLOAT_KINDS
 from shoestring.model.gguf_write import NEEDS_LLAMA, save_gguf
+from shoestring.model.spec import ModelSpec
+from shoestring.model.tokenizer import Tokenizer
+from shoestring.model.transformer import Decoder
 from shoestring.runlog import run_of, versions, write_atomically
 from shoestring.serve import Engine, Sampling
 from shoestring.state.files import write_json
@@ -56,6 +60,7 @@ MOST_TOKENS = 512  # of the text
 ALLOWED_SAME = 1e-3  # the same arithmetic in another order
 ALLOWED_LLAMA = 1e-2  # llama.cpp's GELU and exp are tables and polynomials
 ALLOWED_LLAMA_QUANTIZED = 0.1  # it multiplies quantized weights with activations that it rounds to 8 bits
+ROWS = 16  # of logits, that are compared at a time
 MOST_CONTROL = 2 * 10**9  # weights of a file that is also run in F32
 
 
@@ -212,7 +217,7 @@ def check_target(layout: str) -> None:
 def open_target(exported: Exported) -> ExportTarget:
     if exported.layout == GGUF:
         quantized = any(t.kind not in FLOAT_KINDS for t in exported.tensors)
-        return LlamaCppTarget(exported.path, context=exported.source.spec.default_context, quantized=quantized)
+        return LlamaCppTarget(exported.path, context=exported.spec.default_context, quantized=quantized)
     return (TransformersTarget if exported.layout == "dense" else CompressedTensorsTarget)(exported.path)
 
 
@@ -222,112 +227,157 @@ def open_target(exported: Exported) -> ExportTarget:
 def certify(exported: Exported, text: str | None = None) -> dict[str, Any]:
     """Compare, and write the certificate and the paragraph beside the model; UserError where a comparison fails."""
     check_target(exported.layout)
-    target, ours = open_target(exported), load_model(exported.path)
-    certificate = compare(exported, ours, target, text or TEXT)
+    certificate = compare(exported, text or TEXT)
     write_certificate(exported.path, certificate)
     if certificate["failed"]:
         raise UserError(
-            f"{exported.path} is written, but {target.name} does not compute the same model: "
+            f"{exported.path} is written, but {certificate['target']} does not compute the same model: "
             f"{'; '.join(certificate['failed'])}. {certificate_path(exported.path)} has the numbers"
         )
     return certificate
 
 
-def compare(exported: Exported, ours: LoadedModel, target: ExportTarget, text: str) -> dict[str, Any]:
-    ids, room = _ids(ours, text), min(MOST_TOKENS, ours.spec.default_context - NUM_NEW)
-    ids = ids[:room]
-    here, there = _logits(ours, ids), target.logits(ids)
+@dataclass(frozen=True)
+class Computed:
+    """What one program makes of the exported files."""
+
+    token_ids: list[int] | None  # of the text; None without a tokenizer
+    logits: Tensor
+    greedy: list[int]  # after the first half of the text
+    chat: str | None
+    stops: set[int]
+
+
+def compare(exported: Exported, text: str) -> dict[str, Any]:
+    """The source, the exported files here and in their target, one after the other: the weights of one of them at a
+    time are in memory, and of the others only what they computed."""
+    spec, tokenizer = read_spec(exported.path)
+    ids = _ids(spec, tokenizer, text)[: min(MOST_TOKENS, spec.default_context - NUM_NEW)]
+    prompt = ids[: max(1, len(ids) // 2)]
+    before = _logits(load_as_written(exported.source, exported.layout).model, ids)
+    with tempfile.TemporaryDirectory(dir=exported.path.parent, prefix=".certify-") as place:
+        in_f32 = Path(place) / "f32.gguf"
+        here, choices = _computed_here(exported, text, ids, prompt, in_f32)
+        target = open_target(exported)
+        there = Computed(
+            target.encode(text),
+            target.logits(ids),
+            target.greedy(prompt, NUM_NEW),
+            target.render(MESSAGES),
+            target.stops(),
+        )
+        about = {"target": target.name, "allowed": target.allowed, "note": target.note, "versions": _versions(target)}
+        del target
+        control = _control(in_f32, ids, here.logits)
+    difference = _difference(here.logits, there.logits)
     found: dict[str, Any] = {
-        "target": target.name,
+        "target": about["target"],
         "layout": exported.layout,
-        "source": _name(exported.source.path),
-        "source_sha256": _digests(exported.source.path),
+        "source": _name(exported.source),
+        "source_sha256": _digests(exported.source),
         "exported": exported.path.name,
         "megabytes": _megabytes(exported.path),
         "tokens": len(ids),
-        "tokenizer": _tokenizer(ours, target, text),
-        "logits": {**_difference(here, there), "allowed_relative": target.allowed},
-        "greedy": _greedy(ours, target, ids, float((here - there).abs().max())),
-        "chat_template": _chat(ours, target),
-        "stop_tokens": _stops(ours, target),
-        "export": {**_difference(_logits(exported.source, ids), here), **_rounding(exported)},
+        "tokenizer": _tokenizer(here, there),
+        "logits": {**difference, "allowed_relative": about["allowed"]},
+        "greedy": _greedy(here, there, choices, difference["largest_difference"]),
+        "chat_template": _chat(here, there),
+        "stop_tokens": _stops(here.stops, there.stops),
+        "export": {**_difference(before, here.logits), **_rounding(exported)},
     }
-    if (control := _control(exported, ours, ids, here)) is not None:
+    if control is not None:
         found["logits_in_f32"] = control
-    if target.note:
-        found["note"] = target.note
+    if about["note"]:
+        found["note"] = about["note"]
     found["failed"] = _failures(found)
-    return found | {"versions": _versions(target), "date": datetime.date.today().isoformat()}
+    return found | {"versions": about["versions"], "date": datetime.date.today().isoformat()}
 
 
-def _control(exported: Exported, ours: LoadedModel, ids: Sequence[int], here: Tensor) -> dict[str, Any] | None:
-    """llama.cpp with the values of the file in F32; None where the file is in F32 or very large."""
+def _computed_here(
+    exported: Exported, text: str, ids: list[int], prompt: list[int], in_f32: Path
+) -> tuple[Computed, Tensor]:
+    """What Shoestring computes from the exported files, and the logits behind its greedy tokens. The values of a
+    quantized GGUF file are written to `in_f32`, too."""
+    ours = load_model(exported.path)
+    tokenizer, ends = ours.tokenizer, set(ours.spec.eos_ids)
+    logits = _logits(ours.model, ids)
+    sampling = Sampling(max_tokens=NUM_NEW, temperature=0.0, ignore_eos=True)
+    greedy = list(Engine(ours.model).generate([prompt], sampling)[0].token_ids)
+    choices = _logits(ours.model, [*prompt, *greedy])[len(prompt) - 1 : -1].clone()
     plain = exported.layout != GGUF or all(t.kind == "F32" for t in exported.tensors)
-    if plain or ours.spec.num_params() > MOST_CONTROL:
+    if not plain and ours.spec.num_params() <= MOST_CONTROL:
+        save_gguf(in_f32, ours.model, tokenizer, kind="F32")
+    if tokenizer is None:
+        return Computed(None, logits, greedy, None, ends), choices
+    chat = None if tokenizer.chat_template is None else tokenizer.render_chat(MESSAGES)
+    return Computed(tokenizer.encode(text), logits, greedy, chat, ends | set(tokenizer.eos_ids)), choices
+
+
+def _control(in_f32: Path, ids: Sequence[int], here: Tensor) -> dict[str, Any] | None:
+    """llama.cpp with the values of the file in F32; None where the file is in F32 or very large."""
+    if not in_f32.is_file():
         return None
-    with tempfile.TemporaryDirectory(dir=exported.path.parent, prefix=".certify-") as place:
-        save_gguf(Path(place) / "f32.gguf", ours.model, ours.tokenizer, kind="F32")
-        there = LlamaCppTarget(Path(place) / "f32.gguf", context=len(ids), quantized=False).logits(ids)
+    there = LlamaCppTarget(in_f32, context=len(ids), quantized=False).logits(ids)
     return {**_difference(here, there), "allowed_relative": ALLOWED_LLAMA}
 
 
-def _ids(ours: LoadedModel, text: str) -> list[int]:
-    if ours.tokenizer is not None:
-        return ours.tokenizer.encode(text)
+def _ids(spec: ModelSpec, tokenizer: Tokenizer | None, text: str) -> list[int]:
+    if tokenizer is not None:
+        return tokenizer.encode(text)
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(0, ours.spec.vocab_size, (128,), generator=generator).tolist()
+    return torch.randint(0, spec.vocab_size, (128,), generator=generator).tolist()
 
 
 @torch.no_grad()
-def _logits(loaded: LoadedModel, ids: Sequence[int]) -> Tensor:
-    return loaded.model(torch.tensor([list(ids)]))[0].float()
+def _logits(model: Decoder, ids: Sequence[int]) -> Tensor:
+    return model(torch.tensor([list(ids)]))[0].float()
 
 
 def _difference(one: Tensor, other: Tensor) -> dict[str, Any]:
-    """`relative`: root mean square of the difference in standard deviations of the logits."""
-    one, other = one.double(), other.double()
-    rms = float((one - other).square().mean().sqrt())
-    kl = (one.log_softmax(-1).exp() * (one.log_softmax(-1) - other.log_softmax(-1))).sum(-1).mean()
+    """`relative`: root mean square of the difference in standard deviations of the logits. Row by row in fp64: of all
+    rows at once it would take more memory than a small model."""
+    largest, squares, kl, same = 0.0, 0.0, 0.0, 0
+    mean = float(one.mean(dtype=torch.float64))
+    spread = 0.0
+    for a, b in zip(one.split(ROWS), other.split(ROWS), strict=True):
+        a, b = a.double(), b.double()
+        gap = (a - b).abs()
+        largest = max(largest, float(gap.max())) if bool(gap.isfinite().all()) else math.nan
+        squares += float(gap.square().sum())
+        spread += float((a - mean).square().sum())
+        kl += float((a.log_softmax(-1).exp() * (a.log_softmax(-1) - b.log_softmax(-1))).sum())
+        same += int((a.argmax(-1) == b.argmax(-1)).sum())
     return {
-        "largest_difference": float((one - other).abs().max()),
-        "relative": rms / float(one.std()),
-        "mean_kl": max(0.0, float(kl)),
-        "same_choice": float((one.argmax(-1) == other.argmax(-1)).double().mean()),
+        "largest_difference": largest,
+        "relative": math.sqrt(squares / one.numel()) / math.sqrt(spread / (one.numel() - 1)),
+        "mean_kl": max(0.0, kl / len(one)),
+        "same_choice": same / len(one),
     }
 
 
-def _tokenizer(ours: LoadedModel, target: ExportTarget, text: str) -> dict[str, Any]:
-    theirs = target.encode(text)
-    if ours.tokenizer is None or theirs is None:
+def _tokenizer(here: Computed, there: Computed) -> dict[str, Any]:
+    if here.token_ids is None or there.token_ids is None:
         return {"compared": False}
-    return {"compared": True, "equal": ours.tokenizer.encode(text) == theirs}
+    return {"compared": True, "equal": here.token_ids == there.token_ids}
 
 
-def _greedy(ours: LoadedModel, target: ExportTarget, ids: Sequence[int], largest: float) -> dict[str, Any]:
+def _greedy(here: Computed, there: Computed, choices: Tensor, largest: float) -> dict[str, Any]:
     """Texts may part where the two likeliest tokens are closer than the logits of the two programs."""
-    prompt = list(ids[: max(1, len(ids) // 2)])
-    sampling = Sampling(max_tokens=NUM_NEW, temperature=0.0, ignore_eos=True)
-    one = list(Engine(ours.model).generate([prompt], sampling)[0].token_ids)
-    other = target.greedy(prompt, NUM_NEW)
+    one, other = here.greedy, there.greedy
     equal = next((i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), NUM_NEW)
     found: dict[str, Any] = {"tokens": NUM_NEW, "equal": equal}
     if equal < NUM_NEW:
-        at = _logits(ours, [*prompt, *one[:equal]])[-1]
-        gap = float(at[one[equal]] - at[other[equal]])
+        gap = float(choices[equal, one[equal]] - choices[equal, other[equal]])
         found |= {"gap_where_they_part": gap, "a_tie": gap <= 2 * largest}
     return found
 
 
-def _chat(ours: LoadedModel, target: ExportTarget) -> dict[str, Any]:
-    if ours.tokenizer is None or ours.tokenizer.chat_template is None:
-        return {"compared": False, "equal": target.render(MESSAGES) is None}
-    return {"compared": True, "equal": ours.tokenizer.render_chat(MESSAGES) == target.render(MESSAGES)}
+def _chat(here: Computed, there: Computed) -> dict[str, Any]:
+    return {"compared": here.chat is not None, "equal": here.chat == there.chat}
 
 
-def _stops(ours: LoadedModel, target: ExportTarget) -> dict[str, Any]:
+def _stops(mine: set[int], theirs: set[int]) -> dict[str, Any]:
     """A target may know further ends: llama.cpp goes by the names of tokens."""
-    mine = set(ours.spec.eos_ids) | (set() if ours.tokenizer is None else ours.tokenizer.eos_ids)
-    theirs = target.stops()
     return {"ours": sorted(mine), "theirs": sorted(theirs), "all_known": mine <= theirs}
 
 

@@ -22,6 +22,7 @@ from shoestring.model.fp8_folder import save_fp8
 from shoestring.model.gguf_write import AUTO, SENSITIVE, WrittenTensor, check_kind, save_gguf
 from shoestring.model.gptq_awq import AWQ, GPTQ
 from shoestring.model.save import save_model
+from shoestring.model.spec import ModelSpec
 
 GGUF = "gguf"
 READERS = {
@@ -37,30 +38,31 @@ READERS = {
 class Exported:
     path: Path
     layout: str
-    source: LoadedModel  # as it was written: compared with what the target computes (evals/certificate.py)
+    source: Path  # the folder or file that was read, not its weights: one model at a time is in memory
+    spec: ModelSpec
+    note: str | None = None  # what the reader computes otherwise, or does not load
     tensors: Sequence[WrittenTensor] = ()  # of a GGUF file
 
     @property
     def reader(self) -> str:
         return READERS[self.layout]
 
-    @property
-    def note(self) -> str | None:
-        """What the reader computes otherwise, or does not load."""
-        spec = self.source.spec
-        window = spec.sliding_window
-        if self.layout == GGUF and spec.model_type in ("mistral", "mixtral", "phi3") and window:
-            return f"llama.cpp ignores the sliding window of {window:,} tokens: it computes longer texts otherwise"
-        ends = [end for end in (self.source.model.embed, self.source.model.head) if end is not None and end.packed]
-        if ends and any(t.kind == "F32" and t.name in SENSITIVE for t in self.tensors):
-            return (
-                f"no smaller type holds the embedding ({ends[0].format.label}) bit for bit, so it is F32; --type Q8_0 "
-                "or a smaller one rounds it to Q8_0"
-            )
-        experts = [f for name, f in formats_of(self.source.model).items() if ".experts." in name]
-        if self.layout == "compressed-tensors" and not all(isinstance(f, IntAsym) and f.symmetric for f in experts):
-            return "transformers 5 loads packed experts only where they are symmetric: quantize with format=int4:sym"
-        return None
+
+def _note(layout: str, loaded: LoadedModel, tensors: Sequence[WrittenTensor]) -> str | None:
+    spec = loaded.spec
+    window = spec.sliding_window
+    if layout == GGUF and spec.model_type in ("mistral", "mixtral", "phi3") and window:
+        return f"llama.cpp ignores the sliding window of {window:,} tokens: it computes longer texts otherwise"
+    ends = [end for end in (loaded.model.embed, loaded.model.head) if end is not None and end.packed]
+    if ends and any(t.kind == "F32" and t.name in SENSITIVE for t in tensors):
+        return (
+            f"no smaller type holds the embedding ({ends[0].format.label}) bit for bit, so it is F32; --type Q8_0 "
+            "or a smaller one rounds it to Q8_0"
+        )
+    experts = [f for name, f in formats_of(loaded.model).items() if ".experts." in name]
+    if layout == "compressed-tensors" and not all(isinstance(f, IntAsym) and f.symmetric for f in experts):
+        return "transformers 5 loads packed experts only where they are symmetric: quantize with format=int4:sym"
+    return None
 
 
 def pick_layout(out: Path, layout: str | None) -> str:
@@ -95,26 +97,32 @@ def export_model(
     if dtype is not None and layout == GGUF:
         raise UserError("--dtype is for folders; a GGUF file takes --type, for example --type BF16")
     kind = check_kind(kind)  # before gigabytes are read
+    loaded = load_as_written(source, layout)
+    model, tokenizer, tensors = loaded.model, loaded.tokenizer, list[WrittenTensor]()
+    if layout == GGUF:
+        tensors = save_gguf(out, model, tokenizer, kind=kind)
+    elif layout == "compressed-tensors":
+        save_compressed_tensors(out, model, tokenizer, dtype=dtype)
+    elif layout == FP8:
+        save_fp8(out, model, tokenizer, dtype=dtype)
+    else:
+        save_model(out, model, tokenizer, dtype=dtype or torch.bfloat16)
+    return Exported(out, layout, loaded.path, loaded.spec, _note(layout, loaded, tensors), tensors)
+
+
+def load_as_written(source: str | Path, layout: str) -> LoadedModel:
+    """The source with what the layout cannot hold unpacked."""
     loaded = load_model(source)
     if layout in ("compressed-tensors", FP8) and loaded.model.embed.packed:
         # Readers of these layouts take packed layers inside the blocks, and no packed embedding and head.
         for end in (loaded.model.embed, loaded.model.head):
             if end is not None and end.packed:
                 end.unpack()
-    if layout == GGUF:
-        return Exported(out, layout, loaded, save_gguf(out, loaded.model, loaded.tokenizer, kind=kind))
-    if layout == "compressed-tensors":
-        save_compressed_tensors(out, loaded.model, loaded.tokenizer, dtype=dtype)
-        return Exported(out, layout, loaded)
-    if layout == FP8:
-        save_fp8(out, loaded.model, loaded.tokenizer, dtype=dtype)
-        return Exported(out, layout, loaded)
     if layout == "dense":
         unpack(loaded.model)
-    elif not formats_of(loaded.model):
+    elif layout == "packed" and not formats_of(loaded.model):
         raise UserError(
             f"{source} has no packed layer: quantize it first, for example `shoestring run shrink/ptq`, or use --as "
             "dense"
         )
-    save_model(out, loaded.model, loaded.tokenizer, dtype=dtype or torch.bfloat16)
-    return Exported(out, layout, loaded)
+    return loaded
