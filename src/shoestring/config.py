@@ -39,14 +39,24 @@ def option(
     least: float | None = None,
     advanced: bool | None = None,
     deciding: bool | None = None,
+    envvar: str | None = None,
+    metavar: str | None = None,
 ) -> Any:
     """A dataclass field with a help text; without a default the key must be given. `least`: of a number. `advanced`:
     most users leave it as it is, so it is listed behind the others. `deciding`: whether what a stopped run has done
-    depends on it, so that a resumed run may not change it.
+    depends on it, so that a resumed run may not change it. `envvar`, `metavar`: of an option of a verb
+    (cli/options.py), the variable that also gives it, and the word for its value.
 
     An option that a base class has already needs only what differs: `batch: int = option(128)` keeps its text.
     """
-    about = {"help": help, "least": least, "advanced": advanced, "deciding": deciding}
+    about = {
+        "help": help,
+        "least": least,
+        "advanced": advanced,
+        "deciding": deciding,
+        "envvar": envvar,
+        "metavar": metavar,
+    }
     about = {key: value for key, value in about.items() if value is not None}
     if dataclasses.is_dataclass(default) and not isinstance(default, type):
         return dataclasses.field(default_factory=lambda: default, metadata=about)
@@ -208,7 +218,7 @@ def describe(cls: type, start: Any = _MISSING) -> list[Option]:
         hint, default, about = (
             hints[f.name],
             _default(f) if start is _MISSING else getattr(start, f.name),
-            _about(cls, f),
+            about_option(cls, f),
         )
         if dataclasses.is_dataclass(hint):
             nested = describe(typing.cast(type, hint), default)
@@ -223,7 +233,7 @@ def describe(cls: type, start: Any = _MISSING) -> list[Option]:
 def deciding(cls: type, *, unless_said: bool = True) -> list[str]:
     """The settings that a resumed run may not change; `unless_said`: whether those without the flag are among them."""
     fields = dataclasses.fields(_as_dataclass(cls))
-    return [f.name for f in fields if (unless_said if (said := _about(cls, f).deciding) is None else said)]
+    return [f.name for f in fields if (unless_said if (said := about_option(cls, f).deciding) is None else said)]
 
 
 def type_name(hint: Any) -> str:
@@ -320,7 +330,7 @@ def _build(cls: Any, given: dict[str, str], prefix: str, start: Any = _MISSING) 
             values[f.name] = parse_value(hint, given[key], key)
             _check_least(cls, f, values[f.name], key)
         elif default is _MISSING:
-            text = _about(cls, f).help
+            text = about_option(cls, f).help
             raise UserError(f"{key}=... is required{f' ({text})' if text else ''}; add it to the command")
         else:
             values[f.name] = default
@@ -328,7 +338,7 @@ def _build(cls: Any, given: dict[str, str], prefix: str, start: Any = _MISSING) 
 
 
 def _check_least(cls: type, f: dataclasses.Field[Any], value: Any, key: str) -> None:
-    least = _about(cls, f).least
+    least = about_option(cls, f).least
     if least is not None and value is not None and value < least:
         raise UserError(f"{key}={shown(value)} is not possible; give {least:g} or more")
 
@@ -398,22 +408,24 @@ def _default(f: dataclasses.Field[Any]) -> Any:
     return f.default if factory is _MISSING else factory()
 
 
-class _About(NamedTuple):
+class AboutOption(NamedTuple):
     """What the declarations of an option say."""
 
     help: str = ""
     least: float | None = None
     advanced: bool = False
     deciding: bool | None = None
+    envvar: str | None = None
+    metavar: str | None = None
 
 
-def _about(cls: type, f: dataclasses.Field[Any]) -> _About:
+def about_option(cls: type, f: dataclasses.Field[Any]) -> AboutOption:
     """Bases first: what a class does not say of an option holds as its bases have it."""
     said: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
         if (declared := vars(base).get("__dataclass_fields__", {}).get(f.name)) is not None:
             said |= declared.metadata
-    return _About(**said)
+    return AboutOption(**said)
 
 
 def _show(value: Any) -> str:

@@ -17,33 +17,27 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 from shoestring import __version__
 from shoestring.cli.ckpt import ckpt_app
 from shoestring.cli.names import check_settings
+from shoestring.cli.options import DeviceOption, ModelArgument, PlaceOptions, from_fields
 from shoestring.cli.reshard import reshard_app
 from shoestring.cli.terminal import (
     OutputReaders,
-    chat_prompt,
     ended_by_ctrl_c,
-    find_skips,
     help_of_recipe,
-    lead,
     obey_sigterm_as_first_process,
-    open_engine,
     open_missing_streams,
-    read_prompt,
     stoppable,
-    stream_text,
     tell_warnings_in_one_line,
-    user_lines,
     write_or_give_up,
     write_unprintable_as_question_marks,
 )
-from shoestring.device import check_device, check_dtype
+from shoestring.cli.text_verbs import chat, generate, serve
 from shoestring.errors import (
     Interrupted,
     UserError,
@@ -55,11 +49,10 @@ from shoestring.errors import (
     suggest,
 )
 from shoestring.json_files import check_path
-from shoestring.paths import check_text, drafter_names, find_model
+from shoestring.paths import check_text, find_model
 
 if TYPE_CHECKING:
-    from shoestring.model.folder import LoadedModel
-    from shoestring.serve.engine.tensor_parallel import Ranks
+    pass
 
 app = typer.Typer(
     name="shoestring",
@@ -78,57 +71,6 @@ app.add_typer(ckpt_app, name="ckpt")
 app.add_typer(reshard_app, name="reshard")
 
 
-# -- options that several verbs share ------------------------------------------------------------------
-
-ModelArgument = Annotated[
-    str,
-    typer.Argument(
-        help="A Hugging Face folder, a run folder, a .gguf file, or an id on the Hugging Face hub (org/name)."
-    ),
-]
-DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N; auto takes the GPU if there is one.")]
-DtypeOption = Annotated[str, typer.Option(help="auto, fp32, bf16 or fp16; auto is bf16 on a GPU and fp32 on a CPU.")]
-Int8Option = Annotated[
-    bool,
-    typer.Option(
-        "--int8-activations",
-        help="On a CPU: integer layers (also of a quantized .gguf file) round their inputs to 8 bits. Faster, with "
-        "slightly different results.",
-    ),
-]
-MaxTokensOption = Annotated[int, typer.Option(min=1, help="The most new tokens to write.")]
-TemperatureOption = Annotated[float, typer.Option(help="0 always takes the most likely token.")]
-TopKOption = Annotated[int, typer.Option(help="Choose among the k most likely tokens; 0 turns it off.")]
-TopPOption = Annotated[
-    float, typer.Option(help="Choose among the most likely tokens that add up to this probability; 1 turns it off.")
-]
-MinPOption = Annotated[
-    float, typer.Option(help="Drop tokens below this fraction of the highest probability; 0 turns it off.")
-]
-RepetitionOption = Annotated[
-    float,
-    typer.Option(
-        "--repetition-penalty",
-        help="Above 1: tokens of the prompt and the text become less likely (1.1, say); 1 turns it off.",
-    ),
-]
-PresenceOption = Annotated[
-    float, typer.Option("--presence-penalty", help="Subtracted from the logit of every token written so far; -2 to 2.")
-]
-FrequencyOption = Annotated[
-    float, typer.Option("--frequency-penalty", help="The same for each time that a token was written; -2 to 2.")
-]
-SeedOption = Annotated[int | None, typer.Option(help="The same seed gives the same text.")]
-StopOption = Annotated[list[str] | None, typer.Option(help="End the text before this string; may be repeated.")]
-DrafterOption = Annotated[
-    str | None, typer.Option(help="Speculative decoding with ngram, the path of a draft model, or both: ngram+PATH.")
-]
-SkipOption = Annotated[
-    str,
-    typer.Option(
-        help="Skip sublayers: none, adaskip, measured, or a file of shrink/skip_set; lossless: for drafts only."
-    ),
-]
 OverridesArgument = Annotated[list[str] | None, typer.Argument(help="key=value ...")]
 ConfigOption = Annotated[
     Path | None,
@@ -136,8 +78,6 @@ ConfigOption = Annotated[
         "--config", metavar="FILE", help="Read settings from a YAML file; key=value on the command line wins."
     ),
 ]
-StatsOption = Annotated[bool, typer.Option("--stats", help="Print tokens and tokens per second at the end.")]
-
 
 # -- verbs -------------------------------------------------------------------------------------------
 
@@ -227,243 +167,15 @@ def quantize(
         _run_short_form("shrink/rtn", [f"model={model}", f"format={format}", *given], config)
 
 
-@app.command()
-def generate(
-    model: ModelArgument,
-    prompt: Annotated[str, typer.Argument(help="The text to continue; - reads it from standard input.")],
-    max_tokens: MaxTokensOption = 128,
-    temperature: TemperatureOption = 0.0,
-    top_k: TopKOption = 0,
-    top_p: TopPOption = 1.0,
-    min_p: MinPOption = 0.0,
-    repetition_penalty: RepetitionOption = 1.0,
-    presence_penalty: PresenceOption = 0.0,
-    frequency_penalty: FrequencyOption = 0.0,
-    seed: SeedOption = None,
-    stop: StopOption = None,
-    drafter: DrafterOption = None,
-    skip: SkipOption = "none",
-    stats: StatsOption = False,
-    device: DeviceOption = "auto",
-    dtype: DtypeOption = "auto",
-    int8_activations: Int8Option = False,
-) -> None:
-    """Continue a text and stream it to the terminal. Under torchrun the model is split over the processes."""
-    _check_names(model, device, dtype, drafter)
-    with ended_by_ctrl_c():
-        from shoestring.evals.model_row import need_tokenizer
-        from shoestring.serve.engine.logit_rules import LogitRules, SamplingWithRules
-
-    rules = LogitRules(presence=presence_penalty, frequency=frequency_penalty, repetition=repetition_penalty)
-    sampling = SamplingWithRules(temperature, top_k, top_p, min_p, seed, max_tokens, tuple(stop or ()), rules=rules)
-    text = read_prompt(prompt)
-
-    def write(loaded: LoadedModel, ranks: Ranks | None) -> None:
-        tokenizer = need_tokenizer(loaded)
-        tokens = tokenizer.encode(text) or tokenizer.beginning
-        limit = loaded.spec.max_positions
-        context = limit if len(tokens) >= limit else min(limit, len(tokens) + max_tokens)
-        engine = open_engine(loaded, context, drafter, skip, ranks)
-        stream_text(engine, tokens, sampling, stats, echo=text)
-
-    lead(write, lambda ranks: _load(model, device, dtype, int8_activations, ranks), device)
-
-
-@app.command()
-def chat(
-    model: ModelArgument,
-    system: Annotated[str | None, typer.Option(help="The system message.")] = None,
-    max_tokens: MaxTokensOption = 512,
-    temperature: TemperatureOption = 0.0,
-    top_k: TopKOption = 0,
-    top_p: TopPOption = 1.0,
-    min_p: MinPOption = 0.0,
-    repetition_penalty: RepetitionOption = 1.0,
-    presence_penalty: PresenceOption = 0.0,
-    frequency_penalty: FrequencyOption = 0.0,
-    seed: SeedOption = None,
-    stop: StopOption = None,
-    context: Annotated[
-        int, typer.Option(help="Tokens of chat to remember; the oldest messages are dropped first.")
-    ] = 4096,
-    drafter: DrafterOption = None,
-    skip: SkipOption = "none",
-    stats: StatsOption = False,
-    device: DeviceOption = "auto",
-    dtype: DtypeOption = "auto",
-    int8_activations: Int8Option = False,
-) -> None:
-    """Talk to a chat model, with its own chat template. Reads one message per line, from a pipe too."""
-    _check_names(model, device, dtype, drafter)
-    with ended_by_ctrl_c():
-        from shoestring.evals.model_row import need_tokenizer
-        from shoestring.model.chat import fault
-        from shoestring.serve.engine.logit_rules import LogitRules, SamplingWithRules
-
-    rules = LogitRules(presence=presence_penalty, frequency=frequency_penalty, repetition=repetition_penalty)
-    sampling = SamplingWithRules(temperature, top_k, top_p, min_p, seed, max_tokens, tuple(stop or ()), rules=rules)
-
-    def talk(loaded: LoadedModel, ranks: Ranks | None) -> None:
-        tokenizer = need_tokenizer(loaded)
-        if tokenizer.chat_template is None:
-            raise UserError(
-                f"{model} has no chat template, so it was not made for chat; use shoestring generate instead"
-            )
-        if (broken := fault(tokenizer.chat_template)) is not None:
-            raise UserError(f"the chat template of {model} is broken, {broken}")
-        room = min(context, loaded.spec.max_positions)
-        engine = open_engine(loaded, room, drafter, skip, ranks)
-        messages = [{"role": "system", "content": system}] if system else []
-        for line in user_lines():
-            messages.append({"role": "user", "content": line})
-            if tokens := chat_prompt(messages, tokenizer.encode_chat, room, max_tokens):
-                text = stream_text(engine, tokens, sampling, stats)
-                messages.append({"role": "assistant", "content": text})
-
-    lead(talk, lambda ranks: _load(model, device, dtype, int8_activations, ranks), device)
-
-
-@app.command()
-@ended_by_ctrl_c()
-def serve(
-    model: ModelArgument,
-    host: Annotated[str, typer.Option(help="The address to listen on; 0.0.0.0 listens on all.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="The port to listen on; 0 takes a free one.")] = 8000,
-    model_name: Annotated[str | None, typer.Option(help="What clients call the model.")] = None,
-    api_key: Annotated[
-        list[str] | None, typer.Option(envvar="SHOESTRING_API_KEY", help="A key clients must send; may be repeated.")
-    ] = None,
-    drafter: DrafterOption = None,
-    skip: SkipOption = "none",
-    max_requests: Annotated[
-        int | None, typer.Option(help="Requests computed at the same time; default: from memory and measured steps.")
-    ] = None,
-    max_queue: Annotated[
-        int | None,
-        typer.Option(help="Requests that may wait; more are refused. Default: twice max-requests, at least 64."),
-    ] = None,
-    max_context: Annotated[
-        int | None, typer.Option(help="The most tokens of one request, prompt and new ones together.")
-    ] = None,
-    deadline: Annotated[float, typer.Option(help="Seconds after which a request is ended.")] = 600.0,
-    drain: Annotated[float, typer.Option(help="Seconds to finish running requests after SIGTERM.")] = 30.0,
-    rank_timeout: Annotated[
-        float, typer.Option(help="Under torchrun: a process that is silent for this many seconds has failed.")
-    ] = 20.0,
-    max_body_mb: Annotated[float, typer.Option(help="The largest request body in MB.")] = 4.0,
-    max_connections: Annotated[int, typer.Option(help="Open connections; idle ones make room for new ones.")] = 512,
-    header_timeout: Annotated[float, typer.Option(help="Seconds a client has to send a request's header.")] = 10.0,
-    body_timeout: Annotated[float, typer.Option(help="Seconds a client has to send a request's body.")] = 60.0,
-    read_timeout: Annotated[
-        float, typer.Option(help="Seconds after which a client that reads nothing is disconnected.")
-    ] = 60.0,
-    allow_host: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="A further host name of this server, besides localhost and addresses; only checked without API keys."
-        ),
-    ] = None,
-    allow_origin: Annotated[
-        list[str] | None, typer.Option(help="A web site whose pages may call the server (CORS); may be repeated.")
-    ] = None,
-    chat_template: Annotated[
-        Path | None, typer.Option(help="A Jinja file to use instead of the model's chat template.")
-    ] = None,
-    tool_format: Annotated[
-        str, typer.Option(help="How the model writes tool calls: auto (from its template), hermes, llama3 or mistral.")
-    ] = "auto",
-    pooling: Annotated[
-        str,
-        typer.Option(
-            help="Pooling of embeddings: mean, last or cls (encoders only); auto reads the folder, else mean."
-        ),
-    ] = "auto",
-    metrics_prefix: Annotated[str, typer.Option(help="Prefix of the metrics' names.")] = "shoestring",
-    follow: Annotated[
-        str | None,
-        typer.Option(metavar="HOST:PORT", help="Take new weights from the training run that publishes them there."),
-    ] = None,
-    on_update: Annotated[
-        str,
-        typer.Option(
-            help="drain: running requests finish with the old weights; recompute: they continue with the new ones."
-        ),
-    ] = "drain",
-    update_wait: Annotated[float, typer.Option(help="Seconds that drain waits for running requests.")] = 30.0,
-    follow_drafter: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="The same for the draft model of --drafter.")
-    ] = None,
-    follow_older: Annotated[bool, typer.Option("--follow-older", help="Also accept an older step.")] = False,
-    follow_host: Annotated[
-        list[str] | None,
-        typer.Option(help="Address of another machine with ranks of the run that is followed; may be repeated."),
-    ] = None,
-    insecure: Annotated[
-        bool, typer.Option("--insecure", help="Follow over a network without SHOESTRING_PUBLISH_KEY.")
-    ] = False,
-    verify: Annotated[
-        bool, typer.Option("--verify", help="Check all checksums first, and that no weight is NaN or infinite.")
-    ] = False,
-    device: DeviceOption = "auto",
-    dtype: DtypeOption = "auto",
-    int8_activations: Int8Option = False,
-) -> None:
-    """Serve a model over an OpenAI-compatible API, with a playground for the browser."""
-    _check_names(model, device, dtype, drafter)
-    from shoestring.device import pick_device, pick_dtype
-    from shoestring.serve.http.server import ServeOptions, main
-
-    options = ServeOptions(
-        host=host,
-        port=port,
-        model_name=model_name,
-        api_keys=tuple(api_key or ()),
-        drafter=drafter,
-        max_requests=max_requests,
-        max_queue=max_queue,
-        max_context=max_context,
-        deadline_s=deadline,
-        drain_s=drain,
-        rank_timeout_s=rank_timeout,
-        max_body_mb=max_body_mb,
-        max_connections=max_connections,
-        header_timeout_s=header_timeout,
-        body_timeout_s=body_timeout,
-        read_timeout_s=read_timeout,
-        allow_hosts=tuple(allow_host or ()),
-        allow_origins=tuple(allow_origin or ()),
-        chat_template=chat_template,
-        tool_format=tool_format,
-        pooling=pooling,
-        metrics_prefix=metrics_prefix,
-        int8_activations=int8_activations,
-        follow=follow,
-        on_update=cast(Literal["drain", "recompute"], on_update),
-        update_wait_s=update_wait,
-        follow_drafter=follow_drafter,
-        follow_older=follow_older,
-        follow_hosts=tuple(follow_host or ()),
-        insecure=insecure,
-    )
-    place = pick_device(device)
-    if verify:
-        from shoestring.model.verify import check_intact
-
-        check_intact(model)
-    length = max_context or 2048
-    main(
-        model,
-        options,
-        device=place,
-        dtype=pick_dtype(dtype, place),
-        skips=None if skip == "none" else lambda loaded: find_skips(loaded, skip, length),
-        apart=True,
-    )
+for verb in (generate, chat, serve):  # here: verbs are listed in the order in which they are added
+    app.command()(verb)
 
 
 @app.command("eval")
+@from_fields
 def evaluate(
     model: ModelArgument,
+    *,
     text: Annotated[str | None, typer.Option(help="A text file: perplexity over all of it.")] = None,
     data: Annotated[str | None, typer.Option(help="A corpus (python, a file, a folder): its validation split.")] = None,
     context: Annotated[
@@ -474,12 +186,10 @@ def evaluate(
     tasks: Annotated[list[Path] | None, typer.Option(help="A .jsonl task (choice or cloze); may be repeated.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Items per task at most.")] = None,
     speed: Annotated[bool, typer.Option("--speed", help="Measure prefill and decode tokens per second.")] = False,
-    device: DeviceOption = "auto",
-    dtype: DtypeOption = "auto",
-    int8_activations: Int8Option = False,
+    place: PlaceOptions,
 ) -> None:
     """Perplexity, task accuracy and speed; results of a run are kept in its evals.jsonl."""
-    _check_names(model, device, dtype)
+    place.check_names(model)
     for name, given in (("--text", text), ("--data", data)):
         if given == "":  # as a path, that would be the folder in which the command runs
             raise UserError(f"{name} is empty; give what to evaluate on, or leave {name} out")
@@ -498,7 +208,7 @@ def evaluate(
         )
     for task in tasks or []:
         read_task(task, limit=limit)  # what is wrong with a file is said before the long work
-    loaded = _load(model, device, dtype, int8_activations)
+    loaded = place.load(model)
     asked = {"--context": context, "--stride": stride, "--max-tokens": max_tokens}
     context = usual_context(loaded.spec, context)
     tokens, name = text_tokens(loaded, model, text=text, data=data)
@@ -698,14 +408,6 @@ def bench_serve(
 # -- what the verbs share ----------------------------------------------------------------------------
 
 
-def _check_names(model: str, device: str, dtype: str, drafter: str | None = None) -> None:
-    """Before anything heavy is imported."""
-    find_model(model)
-    drafter_names(drafter)
-    check_device(device)
-    check_dtype(dtype)
-
-
 def _is_setting(word: str) -> bool:
     """Whether a word that could be a path is key=value."""
     return word.partition("=")[0].replace(".", "_").isidentifier() and "=" in word and not Path(word).exists()
@@ -742,30 +444,6 @@ def _run_recipe(name: str, overrides: list[str], settings: Path | None = None) -
         raise
     with own_faults(recipe), memory_as_user_error(config), lost_peer_as_user_error(name, config), stoppable():
         recipe.main(config)
-
-
-def _load(
-    path: str, device: str, dtype: str, int8_activations: bool = False, ranks: Ranks | None = None
-) -> LoadedModel:
-    from shoestring.device import pick_device, pick_dtype
-    from shoestring.evals.model_row import ready
-    from shoestring.model import load_model
-
-    place = pick_device(device)
-    # A model that is shared out is cut first and sent to its device then.
-    start = place if ranks is None else "cpu"
-    if int8_activations and place.type == "cpu":
-        from shoestring.cli.terminal import begin_compiling
-
-        begin_compiling()
-    loaded = load_model(path, device=start, dtype=pick_dtype(dtype, place), packed=int8_activations)
-    if ranks is not None:
-        ranks.share(loaded.model)
-    if int8_activations:
-        from shoestring.formats.int8_activations import quantize_activations
-
-        quantize_activations(loaded.model, compute_dtype=loaded.model.compute_dtype)
-    return ready(loaded)
 
 
 # -- errors and exit codes ---------------------------------------------------------------------------

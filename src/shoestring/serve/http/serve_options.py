@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from pathlib import Path
 
 from shoestring.errors import UserError
 from shoestring.serve.engine.embedding import POOLINGS
-from shoestring.serve.engine.rank_failure import LOST_AFTER_S
-from shoestring.serve.http.engine_thread import OnUpdate
 from shoestring.serve.http.tool_calls import FORMAT_NAMES
+from shoestring.serve_settings import ServeAddress, ServeSettings
 from shoestring.state.reshard.exchange import check_key, parse_address
 
 MOST_S = 365 * 86400.0  # timers take no infinite time
@@ -19,39 +17,11 @@ ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+")
 
 
 @dataclass(frozen=True)
-class ServeOptions:
-    host: str = "127.0.0.1"
-    port: int = 8000  # 0 takes a free one
-    model_name: str | None = None  # what clients call the model; default: the name of its folder
-    api_keys: tuple[str, ...] = ()  # none: no key is needed
-    max_requests: int | None = None  # texts computed at the same time; default: by memory and measured steps
-    max_queue: int | None = None  # texts that may wait; one more is a 429; default: twice max_requests, 64 at least
-    max_context: int | None = None  # default: the model's positions
+class ServeOptions(ServeSettings, ServeAddress):
     chunk: int = 512  # rows per step
     num_blocks: int | None = None  # key/value memory in blocks of 16 positions; default: grows with need
     drafter: str | None = None  # 'ngram', the path of a draft model, or several joined by '+'
-    deadline_s: float = 600.0  # a request that takes longer is ended
-    drain_s: float = 30.0  # time to finish after SIGTERM
-    rank_timeout_s: float = LOST_AFTER_S  # a process of several that is silent for longer has failed
-    max_body_mb: float = 4.0
-    max_connections: int = 512
-    header_timeout_s: float = 10.0  # to send a request's header in
-    body_timeout_s: float = 60.0  # to send its body in
-    read_timeout_s: float = 60.0  # a client that reads nothing for so long is disconnected
-    allow_hosts: tuple[str, ...] = ()  # more names of this server, '*' for any; checked while there is no key
-    allow_origins: tuple[str, ...] = ()  # web pages of other sites that may call; none: CORS is off
-    metrics_prefix: str = "shoestring"
-    chat_template: Path | None = None  # a Jinja file, instead of the model's own
-    tool_format: str = "auto"  # how the model writes tool calls; auto: what its chat template says
-    pooling: str = "auto"  # of embeddings: mean, last, cls; auto: what the folder says, else mean
     int8_activations: bool = False  # on a CPU: int layers round their inputs to 8 bits
-    follow: str | None = None  # HOST:PORT of a training run whose weights are taken over
-    on_update: OnUpdate = "drain"  # what happens to running texts then
-    update_wait_s: float = 30.0  # that `drain` waits for them
-    follow_drafter: str | None = None  # HOST:PORT of a training run of the draft model
-    follow_older: bool = False  # also take a step before the one that is served
-    follow_hosts: tuple[str, ...] = ()  # where ranks of the run may listen, besides the host that is followed
-    insecure: bool = False  # follow an address of a network without a key
 
     def __post_init__(self) -> None:
         at_most = f"and at most {MOST_S:.0f} (a year)"
