@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
+import shutil
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,7 +22,7 @@ from shoestring.errors import UserError
 from shoestring.evals import certificate
 from shoestring.evals.certificate import ExportTarget, certify, compare, paragraph
 from shoestring.formats import convert, pack, parse_format
-from shoestring.model import Tokenizer, load_model, save_model
+from shoestring.model import Tokenizer, export, load_model, save_model
 from shoestring.model.export import export_model
 from tiny import LLAMA, chat_tokenizer, random_model
 
@@ -156,6 +157,26 @@ def test_what_makes_a_certificate_fail(
             certify(exported)
         assert "**Failed:**" in (tmp_path / "out" / "README.md").read_text()
         assert json.loads((tmp_path / "out" / "certificate.json").read_text())["failed"] == found["failed"]
+
+
+@pytest.mark.parametrize(("more", "least"), [({"dtype": torch.float32}, 4.0), ({"kind": "Q8_0"}, 34 / 32)])
+def test_a_place_too_small_for_an_export_is_said_before_weights_are_read(
+    more: dict[str, Any], least: float, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, usage = tmp_path / ("out.gguf" if "kind" in more else "out"), shutil.disk_usage(tmp_path)
+    needed = int(load_model(folder).spec.num_params() * least)
+
+    def read(*_: Any) -> None:
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr(export, "load_model", read)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=needed - 1))
+    with pytest.raises(UserError, match=r"cannot write .*out.*: it needs .* MB, the disk has .* MB left; free some"):
+        export_model(folder, out, **more)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=needed))
+    with pytest.raises(AssertionError, match="weights were read"):
+        export_model(folder, out, **more)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_one_model_at_a_time(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -60,6 +61,30 @@ def test_gptq_end_to_end(cli: Callable[..., str], here: Path) -> None:
     for name in ("blocks.1.mlp.up", "embed"):
         layer = packed.get_submodule(name)
         assert layer.packed and (layer.effective_weight(torch.float32) == dense.get_submodule(name).weight).all()  # type: ignore
+
+
+@pytest.mark.parametrize("recipe", ["rtn", "ptq"])
+def test_a_place_too_small_for_the_result_is_said_before_weights_are_read(
+    recipe: str, command: Callable[..., str], own_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    more = ["method=rtn"] if recipe == "ptq" else []
+    argv = ["run", f"shrink/{recipe}", "model=model", "format=int4:g32", "text=test.txt", "max_tokens=64", *more]
+    command(*argv, "device=cpu", "run=first")
+    size, usage = (own_home / "first/model/packed.safetensors").stat().st_size, shutil.disk_usage(own_home)
+
+    def read(*_: Any, **__: Any) -> None:
+        raise AssertionError("weights were read")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("shoestring.recipes.shrink.rtn.load_model", read)
+        patch.setattr("shoestring.recipes.shrink_run.load_model", read)
+        patch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=int(0.85 * size)))
+        said = command(*argv, "device=cpu", "run=second", fails=True)
+        assert "cannot write second/model: it needs" in said and "choose another folder" in said
+        assert not (own_home / "second").exists()
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=size))
+    command(*argv, "device=cpu", "run=second")
+    assert (own_home / "second/model/packed.safetensors").stat().st_size == size
 
 
 def test_the_clip_before_gptq_has_the_objective_that_is_asked_for() -> None:

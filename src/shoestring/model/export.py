@@ -16,13 +16,16 @@ import torch
 from shoestring.errors import UserError, suggest
 from shoestring.formats import IntAsym, formats_of, unpack
 from shoestring.model.compressed_tensors import save_compressed_tensors
-from shoestring.model.folder import LoadedModel, load_model
+from shoestring.model.folder import LoadedModel, load_model, read_spec, weight_files
 from shoestring.model.fp8_folder import METHOD as FP8
 from shoestring.model.fp8_folder import save_fp8
+from shoestring.model.gguf_blocks import KINDS, bits_of
 from shoestring.model.gguf_write import AUTO, SENSITIVE, WrittenTensor, check_kind, save_gguf
 from shoestring.model.gptq_awq import AWQ, GPTQ
 from shoestring.model.save import save_model
 from shoestring.model.spec import ModelSpec
+from shoestring.paths import expand, find_model
+from shoestring.state.files import check_room
 
 GGUF = "gguf"
 READERS = {
@@ -97,6 +100,7 @@ def export_model(
     if dtype is not None and layout == GGUF:
         raise UserError("--dtype is for folders; a GGUF file takes --type, for example --type BF16")
     kind = check_kind(kind)  # before gigabytes are read
+    check_room(expand(out), _least_bytes(source, layout, dtype or torch.bfloat16, kind))
     loaded = load_as_written(source, layout)
     model, tokenizer, tensors = loaded.model, loaded.tokenizer, list[WrittenTensor]()
     if layout == GGUF:
@@ -108,6 +112,18 @@ def export_model(
     else:
         save_model(out, model, tokenizer, dtype=dtype or torch.bfloat16)
     return Exported(out, layout, loaded.path, loaded.spec, _note(layout, loaded, tensors), tensors)
+
+
+def _least_bytes(source: str | Path, layout: str, dtype: torch.dtype, kind: str) -> int:
+    """What the result takes at least, by headers alone; 0 where only the weights decide."""
+    folder = find_model(source)
+    if layout == "dense":
+        return read_spec(folder)[0].num_params() * dtype.itemsize
+    if layout == "packed" and (folder / "shoestring.json").is_file():
+        return sum(path.stat().st_size for path in weight_files(folder))
+    if layout == GGUF and kind in KINDS:
+        return int(read_spec(folder)[0].num_params() * bits_of(kind) / 8)
+    return 0
 
 
 def load_as_written(source: str | Path, layout: str) -> LoadedModel:

@@ -45,6 +45,13 @@ KINDS = ("MXFP4", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16", "BF16", "F32")
 _LOWEST = {"Q4_0": -8, "Q5_0": -16, "Q8_0": -128}  # n of these begins here, and ends at its negative
 _OFFSET_TOP = {"Q4_1": 16, "Q5_1": 32}
 _BLOCK_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34, "Q4_K": 144, "Q5_K": 176}
+_FLOAT_BITS = {"F32": 32.0, "F16": 16.0, "BF16": 16.0, "MXFP4": 4.25}
+
+
+def bits_of(kind: str) -> float:
+    """Bits per weight, for one of KINDS."""
+    return _FLOAT_BITS[kind] if kind in _FLOAT_BITS else 8 * _BLOCK_BYTES[kind] / BLOCK
+
 
 # Kinds whose values are those of a Format of ours.
 GRIDS: dict[str, QuantizedFormat] = {

@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,10 +24,11 @@ from shoestring.errors import UserError, in_run
 from shoestring.evals.model_row import corpus_of_run, fitting_context, need_tokenizer, read_tokens, validation_split
 from shoestring.format_names import check_rules
 from shoestring.formats import Format, parse_format, unpack
+from shoestring.formats.convert import Rule, assign, format_host, tied_names, weight_modules
 from shoestring.host.block_offload import fits_on_device
 from shoestring.json_files import read_object
 from shoestring.mesh import Mesh
-from shoestring.model import LoadedModel, load_model, save_model
+from shoestring.model import Decoder, LoadedModel, load_model, save_model
 from shoestring.model.folder import read_spec, weight_files
 from shoestring.model.tokenizer import Tokenizer
 from shoestring.paths import expand, find_model
@@ -44,10 +46,10 @@ from shoestring.runlog import (
 from shoestring.shrink.block_files import BlockFiles
 from shoestring.shrink.calibrate import windows
 from shoestring.shrink.quality_gate import refuse, set_aside
-from shoestring.shrink.quantize import QuantizeReport
+from shoestring.shrink.quantize import HEADS, QuantizeReport
 from shoestring.shrink.self_text import own_windows
 from shoestring.state.agreement import on_main
-from shoestring.state.files import DTYPES, write_json
+from shoestring.state.files import DTYPES, check_room, write_json
 from shoestring.state.run_lock import LOCK, check_not_held, hold_run, is_held
 from shoestring.state.tensor_files import TensorFiles
 from shoestring.train.shards import tokenize_corpus
@@ -177,6 +179,21 @@ def read_rules(rules: str | None, format: str) -> list[tuple[str, Format]]:
     """The rules of a recipe's settings: `rules` where it is given, else `format` for all layers."""
     parsed = check_rules(rules) if rules else [("*", format)]
     return [(glob, parse_format(name)) for glob, name in parsed]
+
+
+def check_results_fit(settings: dict[str, Any], model: Decoder, rules: Sequence[Rule]) -> None:
+    """UserError where the disk has no room for the results, before the work. `model` may be without weights; what has
+    no Format is stored in 16 bits at least."""
+    chosen, _ = assign(weight_modules(model), rules, HEADS, tied_names(model))
+    bits = 16.0 * model.spec.num_params()
+    for name, format in chosen.items():
+        shape = format_host(model, name).shape
+        bits += math.prod(shape) * (format.stored().bits_per_weight(shape) - 16)
+    given = settings.get("resume") or settings["run"]
+    run = Path("runs/new" if given is None else given)
+    check_room(run / "model" if settings["out"] is None else Path(settings["out"]), int(bits / 8))
+    if settings["dense_out"] is not None:
+        check_room(Path(settings["dense_out"]), 2 * model.spec.num_params())
 
 
 def load_where_it_fits(

@@ -201,6 +201,16 @@ def _is_in_use(path: Path, host: str, pid: int) -> bool:
     return True
 
 
+def check_room(target: Path, num_bytes: int) -> None:
+    """UserError where the disk that `target` will lie on has less room than the result needs at least."""
+    free = shutil.disk_usage(next(p for p in target.absolute().parents if p.is_dir())).free
+    if num_bytes > free:
+        raise UserError(
+            f"cannot write {target}: it needs {num_bytes / 1e6:.1f} MB, the disk has {free / 1e6:.1f} MB left; free "
+            "some space or choose another folder"
+        )
+
+
 class AtomicFolder:
     """A model folder, written beside `target` and renamed when it is complete.
 
@@ -221,12 +231,7 @@ class AtomicFolder:
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(self.temp, ignore_errors=True)
             self.temp.mkdir()  # first: a place that takes no file at all may call itself full
-            free = shutil.disk_usage(target.parent).free
-            if num_bytes > free:
-                raise UserError(
-                    f"cannot write {target}: it needs {num_bytes / 1e6:.1f} MB, the disk has "
-                    f"{free / 1e6:.1f} MB left; free some space or choose another folder"
-                )
+            check_room(target, num_bytes)
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:

@@ -60,6 +60,7 @@ from shoestring.recipes.settings import (
 from shoestring.recipes.shrink_run import (
     blocks_done,
     calibration_windows,
+    check_results_fit,
     check_start,
     error_sections,
     held_out_text,
@@ -170,6 +171,7 @@ def main(cfg: Config) -> Path:
     device = pick_device(cfg.device)
     if (shape := described(cfg.model)) is not None and not candidates:
         plan(shape, with_embedding(rules, cfg.embed, shape))
+        check_results_fit(to_json(cfg), shape, with_embedding(rules, cfg.embed, shape))
     loaded, onload_device = load_where_it_fits(cfg.model, device, pick_dtype(cfg.dtype, device), cfg.stream)
     if candidates:
         assert cfg.bits_budget is not None
@@ -177,6 +179,7 @@ def main(cfg: Config) -> Path:
     else:
         rules = with_embedding(rules, cfg.embed, loaded.model)
         plan(loaded.model, rules)
+        check_results_fit(to_json(cfg), loaded.model, rules)  # of a GGUF file, whose model is known only now
     tokens, text = text_tokens(loaded, cfg.model, text=cfg.text, data=cfg.data)
     calib_NT = None
     if cfg.method != "rtn" or candidates or cfg.calib is not None:

@@ -29,7 +29,7 @@ from shoestring.model.folder import described
 from shoestring.model.save import round_rest
 from shoestring.paths import find_model
 from shoestring.recipes.settings import FormatSettings, GateSettings, RoundSettings, RunSettings
-from shoestring.recipes.shrink_run import read_rules, report_before_after
+from shoestring.recipes.shrink_run import check_results_fit, read_rules, report_before_after
 from shoestring.runlog import RunLog, check_outputs, check_run_folder, open_run_folder
 from shoestring.shrink.quality_gate import judge, mean_kl, predictions, refuse, verify_model
 from shoestring.shrink.quantize import HEADS
@@ -52,9 +52,11 @@ def main(cfg: Config) -> Path:
     device = pick_device(cfg.device)
     if (shape := described(cfg.model)) is not None:
         check_source(shape, with_embedding(rules, cfg.embed, shape), cfg.model)
+        check_results_fit(settings, shape, with_embedding(rules, cfg.embed, shape))
     loaded = load_model(cfg.model, device=device, dtype=pick_dtype(cfg.dtype, device))
     rules = with_embedding(rules, cfg.embed, loaded.model)
     check_source(loaded.model, rules, cfg.model)
+    check_results_fit(settings, loaded.model, rules)  # of a GGUF file, whose model is known only now
     tokens, text = text_tokens(loaded, cfg.model, text=cfg.text, data=cfg.data)
 
     folder = open_run_folder("shrink/rtn", settings)
