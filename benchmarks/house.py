@@ -13,6 +13,7 @@ import argparse
 import ast
 import re
 from pathlib import Path
+from typing import Any
 
 from benchmarks.results import markdown, newest, provenance, record
 
@@ -21,6 +22,8 @@ CORE = REPO / "src" / "shoestring"
 METHODS = CORE / "methods"
 KINDS = {".py", ".pyi", ".cu", ".cpp", ".h", ".js", ".css", ".html"}
 HEADING = "## The five walks"
+HEADLINE = "headline"
+NOTHING = "Nothing is recorded."
 
 
 def lines_of(folder: Path, without: Path | None = None) -> int:
@@ -81,12 +84,29 @@ def measure(log: Path | None) -> None:
 
 
 def table() -> str:
-    lines = newest("house")
+    """Sizes as they are now."""
+    lines = [line for line in newest("house") if line["metric"] != HEADLINE]
     rows = [
         [line["metric"].replace("_", " "), line["case"], f"{line['value']:,.0f} {line['unit']}", line["note"]]
         for line in lines
     ]
-    return f"{markdown(['what', 'of', 'now', 'where'], rows)}{provenance(lines)}" if rows else "Nothing is recorded."
+    return f"{markdown(['what', 'of', 'now', 'where'], rows)}{provenance(lines)}" if rows else NOTHING
+
+
+def headlines() -> str:
+    """Headline benches of two trees in one run: that a rewrite cost nothing. Lines are taken from the benches'."""
+    lines = [line for line in newest("house") if line["metric"] == HEADLINE]
+    rows = [
+        [line["case"], _setting(line["config"]), f"{line['value']:,} {line['unit']}", f"{line['baseline_value']:,}",
+         f"{line['ratio']:.3f}"]
+        for line in lines
+    ]  # fmt: skip
+    header = ["bench", "of", "after", "before", "times as good"]
+    return f"{markdown(header, rows)}{provenance(lines)}" if rows else NOTHING
+
+
+def _setting(config: dict[str, Any]) -> str:
+    return ", ".join(str(config[key]) for key in ("model", "blocks", "batch") if key in config)
 
 
 def main() -> None:

@@ -250,6 +250,8 @@ class _ChunkedHead(torch.autograd.Function):
         # Rows start 16-byte aligned for any vocabulary; tensor cores are much slower otherwise.
         pitch = -(-vocab // 16) * 16
         buffer = hidden_ND.new_empty(min(chunk, num_rows), pitch)
+        # Products in 16 bits on a CPU with AMX read an odd last column with its neighbour, whose weight is 0: 0 x NaN.
+        buffer[:, vocab:] = 0
         for lo in range(0, num_rows, chunk):
             hi = min(lo + chunk, num_rows)
             logits = torch.mm(hidden_ND[lo:hi], weight.t(), out=buffer[: hi - lo, :vocab])
