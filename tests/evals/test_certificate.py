@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import json
 import shutil
@@ -188,7 +187,6 @@ def test_one_model_at_a_time(folder: Path, tmp_path: Path, monkeypatch: pytest.M
             nonlocal most
             found = function(*given)
             alive.append(weakref.ref(getattr(found, "model", found)))
-            gc.collect()
             most = max(most, sum(one() is not None for one in alive))
             return found
 

@@ -17,6 +17,7 @@ Left out: quality. An export that rounds is compared with its source by one numb
 from __future__ import annotations
 
 import datetime
+import gc
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -258,6 +259,7 @@ def compare(exported: Exported, text: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(dir=exported.path.parent, prefix=".certify-") as place:
         in_f32 = Path(place) / "f32.gguf"
         here, choices = _computed_here(exported, text, ids, prompt, in_f32)
+        gc.collect()  # an engine is a cycle that holds its model
         target = open_target(exported)
         there = Computed(
             target.encode(text),
