@@ -25,7 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,22 @@ from shoestring.formats.linear import FormatHost, FormatLinear
 from shoestring.formats.registry import from_json
 
 Rule = tuple[str, Format]
+F = TypeVar("F")  # a Format, of one kind or another
+
+
+@dataclass(frozen=True)
+class LayerTarget(Generic[F]):
+    """A module, and the Format that the rules give it."""
+
+    name: str
+    module: nn.Module
+    owner: nn.Module  # what moves to a device as one: the block that the module is in, or the module itself
+    format: F
+
+    @property
+    def host(self) -> FormatHost:
+        assert isinstance(self.module, FormatHost), self.name
+        return self.module
 
 
 @dataclass(frozen=True)
@@ -140,17 +156,18 @@ def spells_out(glob: str, name: str) -> bool:
     return glob.rsplit(".", 1)[-1] == name.rsplit(".", 1)[-1]
 
 
-def assign(
-    modules: dict[str, nn.Module], rules: Sequence[Rule], skip: Iterable[str], tied: dict[str, str]
-) -> tuple[dict[str, Format], list[Left]]:
+def resolve(
+    model: nn.Module, rules: Sequence[Rule], skip: Iterable[str], block_of_prefix: Mapping[str, nn.Module] | None = None
+) -> tuple[list[LayerTarget[Format]], list[Left]]:
     """Which Format each module gets, and why the others get none; raises UserError on a rule without effect."""
+    modules, tied = weight_modules(model), tied_names(model)
     for rule in rules:
         match rule:
             case (str(), Format()):
                 continue
         raise UserError(f"{shown(rule)} is no rule; give a list of (glob, Format), like [('*', parse_format('int4'))]")
     skip = tuple(skip)
-    chosen: dict[str, Format] = {}
+    targets: list[LayerTarget[Format]] = []
     left: list[Left] = []
     matched: dict[int, list[str]] = {i: [] for i in range(len(rules))}
     used: set[int] = set()
@@ -171,23 +188,24 @@ def assign(
             left.append(Left(name, type(module).__name__, why, num_bytes(module)))
             continue
         used.add(hits[0])
-        chosen[name] = rules[hits[0]][1]
+        owner = next((block for prefix, block in (block_of_prefix or {}).items() if name.startswith(prefix)), module)
+        targets.append(LayerTarget(name, module, owner, rules[hits[0]][1]))
     for i, (glob, _) in enumerate(rules):
         if i not in used:
-            raise UserError(idle_rule(glob, matched[i], chosen, left, list(modules)))
-    return chosen, left
+            raise UserError(idle_rule(glob, matched[i], left, list(modules)))
+    return targets, left
 
 
-def idle_rule(glob: str, matched: list[str], chosen: dict[str, Format], left: list[Left], names: list[str]) -> str:
+def idle_rule(glob: str, matched: list[str], left: list[Left], names: list[str]) -> str:
     """The message for a rule that changes nothing."""
     if not matched:
         if not names:
             return f"Rule {glob!r} matches nothing: this model has no linear layer and no embedding."
         hint = suggest(glob, names) or f" There are: {', '.join(sorted({fold(n) for n in names})[:8])}."
         return f"Rule {glob!r} matches no linear layer and no embedding.{hint}"
-    if all(n in chosen for n in matched):
-        return f"Rule {glob!r} has nothing left: earlier rules take all it matches. Put it before them."
     reasons = [f"{x.name}: {x.reason}" for x in left if x.name in matched]
+    if not reasons:
+        return f"Rule {glob!r} has nothing left: earlier rules take all it matches. Put it before them."
     more = f"; and {len(reasons) - 3} more" if len(reasons) > 3 else ""
     return f"Rule {glob!r} matches only layers that are left alone ({'; '.join(reasons[:3])}{more})."
 
@@ -198,16 +216,13 @@ def convert(model: nn.Module, rules: Sequence[Rule], *, skip: Sequence[str] = ("
 
     Works on meta tensors too: fill the weights, then call `init_state(model)`.
     """
-    modules = weight_modules(model)
-    chosen, left = assign(modules, rules, skip, tied_names(model))
-    for name, format in chosen.items():
-        module = modules[name]
-        if isinstance(module, FormatHost) and module.packed:
-            raise UserError(f"{name} is packed as {module.format.label}: call unpack(model) before converting again.")
-        check_fits(name, module, format)
+    targets, left = resolve(model, rules, skip)
+    for t in targets:
+        if isinstance(t.module, FormatHost) and t.module.packed:
+            raise UserError(f"{t.name} is packed as {t.host.format.label}: call unpack(model) before converting again.")
+        check_fits(t.name, t.module, t.format)
     report = ConvertReport(left=[*left, *loose_matrices(model)])
-    for name, format in chosen.items():
-        module = modules[name]
+    for name, module, format in ((t.name, t.module, t.format) for t in targets):
         if isinstance(format, Dense) and not isinstance(module, FormatHost):
             report.left.append(Left(name, type(module).__name__, "dense by rule", num_bytes(module)))
             continue
@@ -221,9 +236,10 @@ def convert(model: nn.Module, rules: Sequence[Rule], *, skip: Sequence[str] = ("
 def check_fits(name: str, module: nn.Module, format: Format) -> None:
     """UserError with the module's name for a Format that it cannot hold."""
     try:
+        shape = weight_shape(module)
         if isinstance(module, nn.Embedding):
             check_row_wise(format)
-        format.check(weight_shape(module))
+        format.check(shape)
     except UserError as error:
         raise UserError(f"{name}: {error}") from None
 

@@ -8,7 +8,7 @@ complete. A resumed run gives the same model, bit for bit, as one that never sto
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -19,12 +19,12 @@ from torch import nn
 
 from shoestring.errors import UserError, during, out_of_memory
 from shoestring.formats import Parts
+from shoestring.formats.convert import F, LayerTarget
 from shoestring.model.blocks import BlocksModel, block_prefixes
 from shoestring.shrink.calibrate import BlockStep
 from shoestring.shrink.chosen_grid import LayerError
 
 BlockProgress = Callable[[int, int, float], None]  # blocks done, blocks, error
-F = TypeVar("F")  # a Format, of one kind or another
 Step = TypeVar("Step", bound=BlockStep)
 
 
@@ -103,16 +103,16 @@ class BlockFiles:
 
 def finish_blocks(
     model: BlocksModel,
-    formats: dict[str, F],
+    targets: Sequence[LayerTarget[F]],
     steps: Iterable[Step],
     work: Callable[[Step, nn.Module, dict[str, F], str], FinishedBlock],
     files: BlockFiles | None,
     progress: BlockProgress | None,
-) -> Generator[tuple[dict[str, F], FinishedBlock], None, None]:
+) -> Generator[tuple[list[LayerTarget[F]], FinishedBlock], None, None]:
     """Call work(step, block, Formats of its layers, prefix of their names) for each step, or load the block from
     `files`.
 
-    Yields (Formats by full name, the finished block) while the block is still on its device. An error closes the walk,
+    Yields (its targets, the finished block) while the block is still on its device. An error closes the walk,
     which offloads its block.
     """
     prefixes = block_prefixes(model)
@@ -120,12 +120,12 @@ def finish_blocks(
     try:
         for step in steps:
             block, prefix = model.blocks[step.index], prefixes[step.index]
-            own = {name: f for name, f in formats.items() if name.startswith(prefix)}
+            own = [t for t in targets if t.owner is block]
             if files is not None and step.index < num_finished:
                 made = files.load(step.index, block)
             else:
                 with during(f"block {step.index}"):
-                    made = work(step, block, {n.removeprefix(prefix): f for n, f in own.items()}, prefix)
+                    made = work(step, block, {t.name.removeprefix(prefix): t.format for t in own}, prefix)
                 if files is not None:
                     files.save(step.index, block, made)
             yield own, made

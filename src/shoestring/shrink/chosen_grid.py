@@ -24,8 +24,9 @@ class ChosenGrid:
         return ChosenGrid(self.weight[rows], {name: t[rows] for name, t in self.grid.items()})
 
 
-def state_of(format: Format, w: Tensor) -> Parts:
+def state_of(format: Format | GridFormat, w: Tensor) -> Parts:
     """The part of the Format's state that does not depend on the weight: its table, if it has one."""
+    assert isinstance(format, Format)
     return {name: aux.tensor for name, aux in format.state(w).items() if aux.kind == "whole"}
 
 

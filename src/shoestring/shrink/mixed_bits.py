@@ -184,10 +184,10 @@ def units_of(
     plans = [plan(model, [("*", f)], skip) for f in candidates if not isinstance(f, Dense)]
     prefixes = block_prefixes(model)
     grouped: dict[str, list[str]] = {}
-    for name in plans[0] if plans else ():
-        if (index := block_of(prefixes, name)) is not None:
-            unit = name if units == "layer" else prefixes[index].removesuffix(".")
-            grouped.setdefault(unit, []).append(name)
+    for t in plans[0] if plans else ():
+        if (index := block_of(prefixes, t.name)) is not None:
+            unit = t.name if units == "layer" else prefixes[index].removesuffix(".")
+            grouped.setdefault(unit, []).append(t.name)
     return grouped
 
 

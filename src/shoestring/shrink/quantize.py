@@ -16,20 +16,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from itertools import groupby
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from shoestring.errors import UserError, during
-from shoestring.formats import ConvertReport, Dense, Format, FormatHost, GridFormat, Parts
-from shoestring.formats.convert import Changed, Rule, assign, check_fits, format_host, tied_names, weight_modules
+from shoestring.formats import ConvertReport, Dense, Format, GridFormat, Parts
+from shoestring.formats.convert import Changed, LayerTarget, Left, Rule, check_fits, num_bytes, resolve
 from shoestring.formats.linear import all_finite
 from shoestring.host.block_offload import on_device
-from shoestring.model.blocks import BlocksModel, InputSource, block_of, block_prefixes
+from shoestring.model.blocks import BlocksModel, InputSource, block_prefixes
 from shoestring.shrink.awq import Awq
-from shoestring.shrink.block_files import BlockFiles, BlockProgress, F, FinishedBlock, Step, finish_blocks
+from shoestring.shrink.block_files import BlockFiles, BlockProgress, FinishedBlock, Step, finish_blocks
 from shoestring.shrink.calibrate import BlockStep, Inputs, Statistics, block_linears
 from shoestring.shrink.chosen_grid import ChosenGrid, LayerError, LayerErrors, round_to_nearest, state_of
 from shoestring.shrink.clip import Clip
@@ -137,135 +138,116 @@ def quantize_steps(
     onload_device: torch.device | None,
 ) -> QuantizeReport:
     """`quantize` with any function `work` that chooses grids for the layers of a block."""
-    formats = plan(model, rules, skip)
+    targets, left = plan_layers(model, rules, skip, "quantize")
+    wanted = with_grids(targets)
     grids: dict[str, Parts] = {}
     masters: Parts = {}
     layers: list[LayerError] = []
     notes: list[dict[str, float]] = []
-    with closing(finish_blocks(model, formats, steps, work, files, progress)) as blocks:
+    with closing(finish_blocks(model, wanted, steps, work, files, progress)) as blocks:
         for own, made in blocks:
             # Masters are kept on the host.
             masters |= {layer: grid.pop("master").cpu() for layer, grid in made.grids.items() if "master" in grid}
             if onload_device is None:
                 grids.update(made.grids)
             else:
-                pack_block(model, own, made.grids)
+                pack_block(own, made.grids, model.compute_dtype)
             layers.extend(made.errors)
             notes.extend([made.notes] if made.notes else [])
-    converted, rounded = set_formats(model, rules, formats, grids, layers, skip, onload_device)
-    return QuantizeReport(name, converted, [*layers, *rounded], notes, masters)
+    done = {error.name for error in layers}
+    rounded, errors = round_layers([t for t in wanted if t.name not in done], onload_device, model.compute_dtype)
+    # The dtype of blocks that were on a device has changed since the rules were read.
+    left = [replace(x, num_bytes=num_bytes(model.get_submodule(x.name))) for x in left]
+    converted = ConvertReport(set_formats(targets, grids | rounded), left)
+    return QuantizeReport(name, converted, [*layers, *errors], notes, masters)
 
 
 @torch.no_grad()
-def pack_block(model: BlocksModel, formats: dict[str, GridFormat], grids: dict[str, Parts]) -> None:
+def pack_block(targets: Sequence[LayerTarget[Any]], grids: dict[str, Parts], dtype: torch.dtype) -> None:
     """Pack the layers of a block before it is offloaded; the walk may still run it once."""
-    for name, format in formats.items():
-        layer = format_host(model, name)
-        layer.set_format(format.fix_grid())  # type: ignore[arg-type]
-        layer.store_state(grids[name])
-        with during(f"packing {name}"):
-            layer.pack(model.compute_dtype)
+    for t in targets:
+        set_formats([t], grids)
+        with during(f"packing {t.name}"):
+            t.host.pack(dtype)
         # Decoded, it gives the results of the dense layer; a kernel for packed weights sums in another order.
-        layer.keep_decoded(model.compute_dtype)
+        t.host.keep_decoded(dtype)
 
 
 @torch.no_grad()
-def set_formats(
-    model: BlocksModel,
-    rules: Sequence[Rule],
-    formats: dict[str, GridFormat],
-    grids: dict[str, Parts],
-    layers: list[LayerError],
-    skip: Sequence[str],
-    onload_device: torch.device | None,
-) -> tuple[ConvertReport, list[LayerError]]:
-    """Round the layers outside of all steps, and give every layer its Format with the chosen grid."""
-    left = {n: f for n, f in formats.items() if n not in {e.name for e in layers}}
-    rounded, errors = round_layers(model, left, onload_device)
-    grids = {**grids, **rounded}
-    fixed = [(glob, f.fix_grid() if isinstance(f, GridFormat) else f) for glob, f in rules]
-    modules = weight_modules(model)
-    chosen, left_alone = assign(modules, fixed, skip, tied_names(model))  # type: ignore[arg-type]
-    report = ConvertReport(left=left_alone)
-    for name, format in chosen.items():
-        layer = modules[name]
-        assert isinstance(layer, FormatHost)
-        if not layer.packed:  # pack_block has done the others
-            layer.set_format(format)
-            layer.store_state(grids.get(name, {}))
-        report.changed.append(Changed(name, layer.shape, Dense().label, format))
-    return report, errors
+def set_formats(targets: Sequence[LayerTarget[Format]], grids: dict[str, Parts]) -> list[Changed]:
+    """Give every layer its Format with the chosen grid."""
+    changed = []
+    for t in targets:
+        fixed: Any = t.format.fix_grid() if isinstance(t.format, GridFormat) else t.format
+        if not t.host.packed:  # pack_block has done the others
+            t.host.set_format(fixed)
+            t.host.store_state(grids.get(t.name, {}))
+        changed.append(Changed(t.name, t.host.shape, Dense().label, fixed))
+    return changed
 
 
+@torch.no_grad()
 def round_layers(
-    model: BlocksModel, formats: dict[str, GridFormat], onload_device: torch.device | None
+    targets: Sequence[LayerTarget[GridFormat]], onload_device: torch.device | None, dtype: torch.dtype
 ) -> tuple[dict[str, Parts], list[LayerError]]:
     """Round to nearest, block by block; returns grids (none with onload_device: packed at once) and errors."""
     grids: dict[str, Parts] = {}
     errors = LayerErrors()
-    for owner, wanted in by_owner(model, formats).items():
-        with on_device(model.get_submodule(owner), onload_device, model.compute_dtype, keep=True):
+    for owner, group in groupby(targets, lambda t: t.owner):
+        own = list(group)
+        with on_device(owner, onload_device, dtype, keep=True):
             made: dict[str, Parts] = {}
-            for name, format in wanted.items():
-                layer = format_host(model, name)
-                choice = round_to_nearest(layer.weight, format, _table(format, layer.weight))
-                errors.add(name, format, layer.weight.float(), choice.weight, None)
-                layer.weight.copy_(choice.weight)
-                made[name] = choice.grid
+            for t in own:
+                choice = round_to_nearest(t.host.weight, t.format, state_of(t.format, t.host.weight))
+                errors.add(t.name, t.format, t.host.weight.float(), choice.weight, None)
+                t.host.weight.copy_(choice.weight)
+                made[t.name] = choice.grid
             if onload_device is None:
                 grids.update(made)
             else:
-                pack_block(model, wanted, made)
+                pack_block(own, made, dtype)
     return grids, errors.read()
 
 
-def by_owner(model: BlocksModel, formats: dict[str, F]) -> dict[str, dict[str, F]]:
-    """{module: its layers}, the modules that move to a device as one: blocks, and layers outside of them."""
-    prefixes = block_prefixes(model)
-    found: dict[str, dict[str, F]] = {}
-    for name, format in formats.items():
-        index = block_of(prefixes, name)
-        found.setdefault(name if index is None else prefixes[index].removesuffix("."), {})[name] = format
-    return found
+def plan(model: BlocksModel, rules: Sequence[Rule], skip: Sequence[str] = HEADS) -> list[LayerTarget[GridFormat]]:
+    """What will be quantized; raises UserError for every mistake in rules, shapes or weights."""
+    return with_grids(plan_layers(model, rules, skip, "quantize")[0])
 
 
-def plan(model: BlocksModel, rules: Sequence[Rule], skip: Sequence[str] = HEADS) -> dict[str, GridFormat]:
-    """{layer: Format} of what will be quantized; raises UserError for every mistake in rules, shapes or weights."""
-    found: dict[str, GridFormat] = {}
-    for name, format in plan_layers(model, rules, skip, "quantize").items():
-        if not isinstance(format, GridFormat):
+def with_grids(targets: Sequence[LayerTarget[Format]]) -> list[LayerTarget[GridFormat]]:
+    """Those that are not dense; UserError for a Format without a grid, or a weight that it cannot hold."""
+    found = [t for t in targets if not isinstance(t.format, Dense)]
+    for t in found:
+        if not isinstance(t.format, GridFormat):
             raise UserError(
-                f"{name}: {format.label} has no grid to choose; use int2..int8, nf2..nf4, fp3 or fp4, or one of these "
-                "behind sparse24+; fp8 is for shrink/rtn"
+                f"{t.name}: {t.format.label} has no grid to choose; use int2..int8, nf2..nf4, fp3 or fp4, or one of "
+                "these behind sparse24+; fp8 is for shrink/rtn"
             )
         try:
-            format.check_weight(format_host(model, name).weight)
+            t.format.check_weight(t.host.weight)
         except UserError as error:
-            raise UserError(f"{name}: {error}") from None
-        found[name] = format
-    return found
+            raise UserError(f"{t.name}: {error}") from None
+    return found  # type: ignore[return-value]
 
 
-def plan_layers(model: BlocksModel, rules: Sequence[Rule], skip: Sequence[str], verb: str) -> dict[str, Format]:
-    """{layer: Format} by the rules; UserError for layers that are not dense, not finite, or of a shape that does not
-    fit."""
-    modules = weight_modules(model)
-    chosen, _ = assign(modules, rules, skip, tied_names(model))
-    for name, format in chosen.items():
-        layer = modules[name]
-        assert isinstance(layer, FormatHost)
-        if layer.packed or not isinstance(layer.format, Dense):
+def plan_layers(
+    model: BlocksModel, rules: Sequence[Rule], skip: Sequence[str], verb: str
+) -> tuple[list[LayerTarget[Format]], list[Left]]:
+    """The rules, resolved; UserError for layers that are not dense, not finite, or of a shape that does not fit."""
+    blocks = dict(zip(block_prefixes(model), model.blocks, strict=True))
+    targets, left = resolve(model, rules, skip, blocks)
+    for t in targets:
+        if t.host.packed or not isinstance(t.host.format, Dense):
             raise UserError(
-                f"{name} is {layer.format.label} already: {verb} the model it was made from, or unpack it first"
+                f"{t.name} is {t.host.format.label} already: {verb} the model it was made from, or unpack it first"
             )
-        check_fits(name, layer, format)
-    wanted = {name: format for name, format in chosen.items() if not isinstance(format, Dense)}
-    weights = {name: w for name in wanted if not (w := modules[name].weight).is_meta}  # type: ignore[union-attr]
-    finite = [all_finite(w) for w in weights.values()]  # type: ignore[arg-type]
+        check_fits(t.name, t.module, t.format)
+    weights = {t.name: t.host.weight for t in targets if not (isinstance(t.format, Dense) or t.host.weight.is_meta)}
+    finite = [all_finite(w) for w in weights.values()]
     for name, good in zip(weights, torch.stack(finite).tolist() if finite else [], strict=True):
         if not good:
             raise UserError(f"{name}.weight holds NaN or infinite values; check the model")
-    return wanted
+    return targets, left
 
 
 @torch.no_grad()
@@ -287,7 +269,7 @@ def quantize_block(
     for names in shared(statistics, formats):
         w = torch.cat([linears[n].weight.float() for n in names])
         format, seen = formats[names[0]], statistics[names[0]]
-        state = _table(format, w)
+        state = state_of(format, w)
         # Rows are independent: layers with the same inputs and Format are one taller layer, whose Hessian is factorised
         # once. Methods that look at names get them one by one.
         if isinstance(method, Gptq | Rtn):
@@ -315,8 +297,3 @@ def shared(statistics: dict[str, Statistics], formats: dict[str, GridFormat]) ->
 def _split(choice: ChosenGrid, heights: list[int]) -> list[ChosenGrid]:
     stops = torch.tensor(heights).cumsum(0).tolist()
     return [choice.rows(slice(stop - h, stop)) for h, stop in zip(heights, stops, strict=True)]
-
-
-def _table(format: GridFormat, w: Tensor) -> Parts:
-    assert isinstance(format, Format)
-    return state_of(format, w)

@@ -24,25 +24,26 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import Protocol
+from itertools import groupby
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from shoestring.errors import UserError
 from shoestring.formats import Dense, Format, FormatLinear, Parts, convert
-from shoestring.formats.convert import Rule, format_linear, format_linears, store_states
+from shoestring.formats.convert import LayerTarget, Rule, format_linears, store_states
 from shoestring.host.block_offload import on_device
 from shoestring.methods.sparse24.kernels.masks import GROUP, is_24, mask24
 from shoestring.methods.sparse24.slorb import Slorb, block_means
 from shoestring.methods.sparse24.training import count_24, pruning_of
-from shoestring.model.blocks import BlocksModel, block_of, block_prefixes
+from shoestring.model.blocks import BlocksModel
 from shoestring.shrink.block_files import BlockFiles, BlockProgress, FinishedBlock, finish_blocks
 from shoestring.shrink.calibrate import BlockStep, Statistics, block_linears
 from shoestring.shrink.chosen_grid import LayerError, LayerErrors
 from shoestring.shrink.gptq import BLOCK, check_damping, inverse_factor
 from shoestring.shrink.graphed_sweep import one_thread, sweep
-from shoestring.shrink.quantize import HEADS, QuantizeReport, by_owner, plan_layers
+from shoestring.shrink.quantize import HEADS, QuantizeReport, plan_layers
 
 DAMPING = 0.01  # of the mean of a Hessian's diagonal
 
@@ -185,36 +186,37 @@ def prune(
     `steps`: walk(model, ...); magnitude needs none. The other arguments are those of `quantize`.
     """
     method = method or SparseGpt()
-    formats, prefixes = plan_pruning(model, rules, skip), block_prefixes(model)
-    before = {name: layer.format.label for name, layer in format_linears(model)}
+    targets = plan_pruning(model, rules, skip)
     branches: dict[str, Parts] = {}
     layers: list[LayerError] = []
 
     def choose(step: BlockStep, block: nn.Module, formats: dict[str, Format], prefix: str) -> FinishedBlock:
         return prune_layers(block_linears(block), step.statistics, formats, method, prefix)
 
-    with closing(finish_blocks(model, formats, steps, choose, files, progress)) as blocks:
+    with closing(finish_blocks(model, targets, steps, choose, files, progress)) as blocks:
         for own, made in blocks:
             # Now, because the walk runs the block again: the next one sees what will be delivered.
-            for name, format in own.items():
-                format_linear(model, name).set_format(format)
+            for t in own:
+                t.host.set_format(t.format)
             store_states(model, made.grids)
             branches.update(offload_branches(model, made.grids))
             layers.extend(made.errors)
-    left = {n: f for n, f in formats.items() if n not in {e.name for e in layers}}
-    if method.needs_text and any(block_of(prefixes, n) is not None for n in left):
+    left = [t for t in targets if t.name not in {e.name for e in layers}]
+    if method.needs_text and any(t.owner is not t.module for t in left):
         raise UserError(f"{method.name} needs the statistics of a calibration text: give steps=walk(...)")
-    for owner, wanted in by_owner(model, left).items():
-        with on_device(model.get_submodule(owner), onload_device, model.compute_dtype, keep=True):
-            made = prune_layers({n: format_linear(model, n) for n in wanted}, {}, wanted, Magnitude(), "")
+    for owner, group in groupby(left, lambda t: t.owner):
+        wanted = list(group)
+        with on_device(owner, onload_device, model.compute_dtype, keep=True):
+            linears: dict[str, Any] = {t.name: t.module for t in wanted}
+            made = prune_layers(linears, {}, {t.name: t.format for t in wanted}, Magnitude(), "")
             branches.update(offload_branches(model, made.grids))
             layers.extend(made.errors)
-    # The layers have their Formats; the report names those they had before.
+    # The layers have their Formats; the report names the dense ones they had before.
     converted = convert(model, rules, skip=skip)
-    converted.changed[:] = [replace(c, before=before.get(c.name, c.before)) for c in converted.changed]
+    converted.changed[:] = [replace(c, before=Dense().label) for c in converted.changed]
     store_states(model, branches)
     counted = count_24(model, model.compute_dtype)
-    assert counted["layers_24"] == counted["layers"] == len(formats), counted
+    assert counted["layers_24"] == counted["layers"] == len(targets), counted
     return QuantizeReport(method.name, converted, layers)
 
 
@@ -223,14 +225,14 @@ def offload_branches(model: BlocksModel, branches: dict[str, Parts]) -> dict[str
     return {name: {part: t.to(model.device) for part, t in parts.items()} for name, parts in branches.items()}
 
 
-def plan_pruning(model: BlocksModel, rules: Sequence[Rule], skip: Sequence[str] = HEADS) -> dict[str, Format]:
-    """{layer: Format} of what will be pruned; raises UserError for every mistake in rules, shapes or weights."""
-    found = plan_layers(model, rules, skip, "prune")
-    for name, format in found.items():
-        pruning = pruning_of(format)
+def plan_pruning(model: BlocksModel, rules: Sequence[Rule], skip: Sequence[str] = HEADS) -> list[LayerTarget[Format]]:
+    """What will be pruned; raises UserError for every mistake in rules, shapes or weights."""
+    found = [t for t in plan_layers(model, rules, skip, "prune")[0] if not isinstance(t.format, Dense)]
+    for t in found:
+        pruning = pruning_of(t.format)
         if pruning is None or pruning.select != "row":
             raise UserError(
-                f"{name}: {format.label} is not what one-shot pruning makes; use sparse24, sparse24:held, "
+                f"{t.name}: {t.format.label} is not what one-shot pruning makes; use sparse24, sparse24:held, "
                 "sparse24+int4 or one of these with +slorb16"
             )
     return found

@@ -29,7 +29,7 @@ from torch import nn
 
 from shoestring.errors import UserError
 from shoestring.formats import Dense, FormatLinear, convert
-from shoestring.formats.convert import Rule, assign, tied_names, weight_modules
+from shoestring.formats.convert import Rule, resolve
 from shoestring.formats.linear import full
 from shoestring.mesh import Mesh
 from shoestring.methods.sparse24.kernels.masks import GROUP
@@ -224,8 +224,8 @@ def check_coverage(model: nn.Module, rules: Sequence[Rule], dtype: torch.dtype =
 
     For a whole model (one process); weights are counted as they will be stored, in `dtype`.
     """
-    chosen, _ = assign(weight_modules(model), rules, ("head", "lm_head"), tied_names(model))
-    pruned = {name: model.get_submodule(name) for name, f in chosen.items() if not isinstance(f, Dense)}
+    targets, _ = resolve(model, rules, ("head", "lm_head"))
+    pruned = {t.name: t.module for t in targets if not isinstance(t.format, Dense)}
     counts = []
     weights = 0
     for linear in pruned.values():

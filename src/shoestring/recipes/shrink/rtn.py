@@ -21,7 +21,7 @@ from shoestring.device import pick_device, pick_dtype
 from shoestring.errors import UserError
 from shoestring.evals.model_row import evaluate_row, text_tokens
 from shoestring.formats import Dense, Format, convert, pack, unpack
-from shoestring.formats.convert import assign, check_fits, format_hosts, tied_names, weight_modules
+from shoestring.formats.convert import check_fits, format_hosts, resolve
 from shoestring.formats.linear import all_finite
 from shoestring.model import Decoder, load_model, save_model
 from shoestring.model.encoder_types import encoder_type
@@ -85,7 +85,7 @@ def main(cfg: Config) -> Path:
 
 def check_source(model: Decoder, rules: list[tuple[str, Format]], path: str) -> None:
     """UserError for layers that cannot be rounded, before the run folder is made."""
-    chosen, _ = assign(weight_modules(model), rules, HEADS, tied_names(model))
+    chosen = {t.name: t.format for t in resolve(model, rules, HEADS)[0]}
     for name, layer in format_hosts(model):
         if layer.packed:
             raise UserError(
