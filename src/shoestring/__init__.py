@@ -11,7 +11,7 @@ __version__ = "0.1.0"
 # name: where it is. __init__.pyi says the same to type checkers.
 _PUBLIC = {
     "UserError": "shoestring.errors",
-    "perplexity": "shoestring.evals",
+    "perplexity": "shoestring.evals.perplexity",
     "Dense": "shoestring.formats",
     "FloatAsym": "shoestring.formats",
     "Format": "shoestring.formats",
