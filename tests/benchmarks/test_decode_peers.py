@@ -16,24 +16,6 @@ TINY = dataclasses.replace(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("each", "new"), [(1e-6, 256), (0.05, 100), (9.0, 16)])
-def test_a_slow_peer_writes_fewer_tokens(each: float, new: int) -> None:
-    assert decode_peers.tokens_within(10.0, each, 2) == new
-
-
-@pytest.mark.parametrize(("each", "runs"), [(1.0, 3), (4.0, 3), (6.0, 2), (40.0, 1)])
-def test_slow_runs_are_fewer(each: float, runs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = 0.0
-
-    def run(n: int) -> float:
-        nonlocal clock
-        clock += each
-        return float(n)
-
-    monkeypatch.setattr(decode_peers.time, "perf_counter", lambda: clock)
-    assert decode_peers.repeated(run, 3, 10.0) == [0.0, 1.0, 2.0][:runs]
-
-
 @pytest.mark.parametrize(("kind", "num"), [("eager", 2), ("static", 1), ("assisted", 1), ("batching", 3)])
 @pytest.mark.few(2)
 def test_every_peer_runs_to_its_line(kind: str, num: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,35 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
-from benchmarks import decode_sparse24, results
-from benchmarks.decode_sparse24 import candidates, layout_of, models, note_time, of_equal_blocks, table
-from shoestring.kernels.runtime import nvrtc
+from benchmarks import decode_sparse24
+from benchmarks.decode_sparse24 import candidates, layout_of, of_equal_blocks
 from shoestring.model import ModelSpec
-
-
-def test_tables_show_the_newest_ratio_by_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(results, "RESULTS", tmp_path)
-    assert table() == models() == "Not measured yet."
-    for rows, took in ((1, 20.0), (16, 25.0), (1, 10.0)):
-        note_time("2:4", [took] * 3, [30.0], (4096, 4096, rows), 0.002, "plan")
-    note_time("int4:g128", [15.0], [30.0], (4096, 4096, 1), 0.002, "")
-    assert table().splitlines()[:4] == [
-        "| weight | shape | 1 | 16 |",
-        "| --- | --- | --- | --- |",
-        "| 2:4 | 4096x4096 | 3.00 | 1.20 |",
-        "| int4:g128 | 4096x4096 | 2.00 |  |",
-    ]
-    for case, rate in (("bf16", 200.0), ("2:4", 300.0)):
-        results.record(
-            bench="decode_sparse24", case=case, metric="decode_tokens_per_s", unit="tokens/s", samples=[rate],
-            ratio=rate / 200, config={"batch": 1},
-        )  # fmt: skip
-    assert "| 2:4 | 300 (1.50x) |" in models() and "| 2:4 | 4096x4096 | 3.00 | 1.20 |" in table()
 
 
 def test_every_candidate_fits_and_errors_are_caught() -> None:
@@ -46,19 +23,6 @@ def test_every_candidate_fits_and_errors_are_caught() -> None:
     assert decode_sparse24.check(weight, "right", x, lambda x: (x.float() @ dense.t()).bfloat16()) < 0.01
     with pytest.raises(AssertionError, match="wrong with 3 rows"):
         decode_sparse24.check(weight, "wrong", x, lambda x: (x.float() @ dense.t() * 1.1).bfloat16())
-
-
-def test_what_a_search_will_time_is_compiled_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same source and options as those of the kernels that are launched later."""
-    compiled: list[tuple[str, tuple[str, ...]]] = []
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(nvrtc, "cached_cubin", lambda source, options: compiled.append((source, options)))
-    layout = layout_of("sparse24", 4096)
-    jobs = [(layout, 8, plan) for plan in candidates(layout, 8, 4096, 4096, 2)]
-    decode_sparse24.compile_all([*jobs, *jobs])
-    assert {source for source, _ in compiled} == {decode_sparse24.sparse24_linear.source()}
-    assert len(compiled) == len(set(compiled)) == len(jobs) > 1
-    assert all(options[0].endswith("=sm_90a") for _, options in compiled)
 
 
 def test_equal_blocks_are_equal_but_not_the_same() -> None:

@@ -8,8 +8,7 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from benchmarks.figures import FIGURES, FOLDER
-from benchmarks.headlines import find
-from benchmarks.svg_plot import WIDTH, Axis, Bar, Marks, Panel, bar_plot, wrap, xy_plot
+from benchmarks.svg_plot import WIDTH, Axis, Bar, Marks, Panel, bar_plot, xy_plot
 from benchmarks.tables import REPO, pages
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -54,13 +53,3 @@ def test_bars_are_as_long_as_their_values_and_leave_room_for_their_numbers() -> 
     assert widths[0] == pytest.approx(2 * widths[1], abs=0.2)
     ends = [float(t.get("x", "")) for t in root.iter(f"{SVG}text") if t.text in ("two", "one")]
     assert max(ends) < WIDTH - 20
-
-
-def test_long_text_is_wrapped() -> None:
-    lines = wrap("word " * 60, 400)
-    assert len(lines) > 3 and max(map(len, lines)) * 6.6 <= 400
-
-
-def test_a_headline_without_its_line_is_an_error() -> None:
-    with pytest.raises(LookupError, match="no line 'nobody'"):
-        find("decode", "nobody", "decode_tokens_per_s", batch=1)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import gc
 import sys
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import memory, results
+from benchmarks import memory
 from shoestring.errors import UserError
 from shoestring.formats import parse_format
 from shoestring.model import ModelSpec
@@ -54,33 +53,6 @@ def test_linear_layers_and_the_whole_model_are_told_apart() -> None:
         assert other == dense["whole_model", "bf16"] - dense["linear_weights", "bf16"]
         saved = held["whole_model", "bf16"] - held["whole_model", "int8:g0"]
         assert saved == HEAD - 512 * 3  # a byte a weight, and of each row a scale and a zero point
-
-
-def test_the_table_has_both_and_says_whether_the_target_is_met(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(results, "RESULTS", tmp_path)
-    assert memory.table() == "Not measured yet."
-    dense = {("linear_weights", "bf16"): 14_000_000_000, ("whole_model", "bf16"): 16_000_000_000}
-    memory.save("8B", "bf16", dense, dense)
-    four = {("whole_model", "bf16"): 5_800_000_000, ("whole_model", "int8:g0"): 5_000_000_000}
-    for linear, word in ((4_000_000_000, "met"), (4_000_400_000, "missed")):
-        held = four | {("linear_weights", head): linear for head in ("bf16", "int8:g0")}
-        memory.save("8B", "int4:g128", held, dense)
-        page = memory.table()
-        assert "| int4:g128 | int8:g0 | 4,000 | 3.50 | 5,000 | 3.20 |\n\n8B. Target" in page
-        assert f"linear layers at `int4:g128`: 3.5 times smaller ({word})." in page
-    assert "| bf16 | bf16 | 14,000 | 1.00 | 16,000 | 1.00 |\n| int4:g128 | bf16 | 4,000 | 3.50 | 5,800 | 2.76 |" in page
-
-
-def test_a_run_that_died_between_its_lines_has_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(results, "RESULTS", tmp_path)
-    dense = {("linear_weights", "bf16"): 14_000_000_000, ("whole_model", "bf16"): 16_000_000_000}
-    for blocks, metric in (("int3:g128", "whole_model"), ("int4:g128", "linear_weights")):
-        memory.save("8B", blocks, {(metric, "bf16"): 4_000_000_000}, dense)
-    assert memory.table() == "Not measured yet."
-    memory.save("8B", "bf16", dense, dense)
-    page = memory.table()
-    assert "| bf16 | bf16 | 14,000 | 1.00 | 16,000 | 1.00 |\n\n8B." in page
-    assert "int4" not in page and "int3" not in page
 
 
 def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -41,57 +40,6 @@ def test_all_prepare_at_once_and_measure_one_by_one_in_order(tmp_path: Path) -> 
     told = processes.run_in_turns(asked, tmp_path / "turns", patience=20, seconds=30)
     assert told == ["done", "done", "failed"]
     assert log.read_text().split("\n")[:-1] == ["slow begins", "slow ends", "quick begins", "quick ends"]
-
-
-def wait_until(log: Path) -> Callable[..., int]:
-    """Popen.wait whose timeout is over when the child has begun to measure."""
-    wait = subprocess.Popen.wait
-
-    def waiting(child: subprocess.Popen[bytes], timeout: float | None = None) -> int:
-        if timeout is None:
-            return wait(child)
-        if timeout == processes.ENDING:
-            return wait(child)
-        assert timeout == 40.0  # what is left of the seconds
-        while not log.exists():
-            time.sleep(0.02)
-        raise subprocess.TimeoutExpired(child.args, timeout)
-
-    return waiting
-
-
-def test_who_is_late_is_left_out_and_who_takes_too_long_is_stopped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By a clock that moves with what has happened, so that a busy machine changes nothing."""
-    log, turns = tmp_path / "log", tmp_path / "turns"
-    asked = commands(log, ("late", 600.0, 0.0), ("long", 0.0, 600.0), ("never", 0.0, 0.0))
-
-    def seconds() -> float:
-        if not all((turns / n / "ready").exists() for n in "12"):
-            return 0.0
-        return 100.0 if log.exists() else 60.0
-
-    monkeypatch.setattr(processes.time, "monotonic", seconds)
-    monkeypatch.setattr(processes.subprocess.Popen, "wait", wait_until(log))
-    left: list[float] = []
-    told = processes.run_in_turns(asked, turns, patience=60.0, seconds=100.0, when_ready=left.append)
-    assert told == ["late", "stopped", "no time"] and left == [40.0]
-    assert log.read_text() == "long begins\n"
-
-
-def test_who_waits_ends_with_the_process_that_gives_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    parents = iter([7, 7, 1])
-    monkeypatch.setenv(processes.VARIABLE, str(tmp_path))
-    monkeypatch.setattr(processes.os, "getppid", lambda: next(parents))
-    with pytest.raises(SystemExit, match="has ended"):
-        processes.take_turn()
-
-
-def test_without_turns_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(processes.VARIABLE, raising=False)
-    processes.take_turn()
-    assert processes.VARIABLE not in os.environ
 
 
 STOPPED = """
@@ -144,12 +92,3 @@ def test_a_child_is_ended_with_its_parent(tmp_path: Path) -> None:
     while "recorded" not in log.read_text() and time.monotonic() < ends:
         time.sleep(0.05)
     assert log.read_text() == "orphan begins\norphan recorded\n"
-
-
-def test_a_child_that_does_not_end_is_killed() -> None:
-    deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True); time.sleep(600)"
-    child = subprocess.Popen([sys.executable, "-c", deaf], stdout=subprocess.PIPE)
-    assert child.stdout is not None and child.stdout.readline()
-    processes.end_child(child, seconds=0.1)
-    assert child.returncode == -signal.SIGKILL
-    processes.end_child(child)  # it has ended

@@ -6,14 +6,12 @@ import json
 import random
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from benchmarks import results
 from experiments import prune24
-from shoestring.methods.sparse24.retrain import Retrain
 from shoestring.model import Decoder, ModelSpec, save_model
 from shoestring.model.parallel import init_weights
 from shoestring.model.tokenizer import Tokenizer
@@ -65,23 +63,3 @@ def test_every_case_leaves_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(SystemExit):
         prune24.main()
     assert torch.is_grad_enabled()
-
-
-def test_rates_follow_the_clock_and_not_the_steps_that_nobody_reaches() -> None:
-    settings = Retrain(steps=90000, lr=1e-3)
-    group = {"lr": 0.0, "anneal": 0.0}
-    run = SimpleNamespace(step=99, optimizer=SimpleNamespace(param_groups=[group]))
-    hook = prune24.time_budget(settings, 60.0)
-    rates = []
-    for spent in (0.01, 0.05, 0.5, 1.0):
-        hook.set_rates(run, spent)  # type: ignore[arg-type]
-        rates.append(group["lr"])
-    assert rates[0] == pytest.approx(0.2 * settings.lr, rel=0.01) and rates[1] > 0.99 * settings.lr
-    assert rates[1] > rates[2] > rates[3]
-    assert group["anneal"] == 25  # of a hundred steps
-
-
-def test_curves_leave_out_what_is_next_to_the_end() -> None:
-    points = [[0, 40.0], [5e6, 27.0], [39.9e6, 22.5], [40e6, 22.4]]
-    assert prune24.far_apart(points) == [points[0], points[1], points[3]]
-    assert [prune24.shown(tokens) for tokens, _ in points] == ["0k", "5,000k", "39.9M", "40.0M"]

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from benchmarks import results
 from experiments import skipping, skipping_online, skipping_sets
-from experiments.skipping_online import OFFLINE, ONLINE, OURS, WHOLE, Read, Reader
-from shoestring.errors import UserError
+from experiments.skipping_online import OFFLINE, ONLINE, OURS, WHOLE, Reader
 from shoestring.methods.skipping.policies import NUM_WATCHED, AdaSkip
 from shoestring.model import Decoder, ModelSpec, Tokenizer, save_model
 from shoestring.model.parallel import init_weights
@@ -49,6 +48,7 @@ def paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return ["--model", str(tmp_path / "model"), "--assets", str(tmp_path), "--sets", str(tmp_path / "sets")]
 
 
+@pytest.mark.lab
 def test_every_part_runs_and_its_table_is_whole(
     paths: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -67,21 +67,6 @@ def test_every_part_runs_and_its_table_is_whole(
     monkeypatch.setattr(sys, "argv", ["x", "quality", *argv[6:]])
     skipping.main()  # goes on where it was stopped: nothing is left
     assert len((tmp_path / "results/skipping.jsonl").read_text().splitlines()) == before
-
-
-def test_sets_by_given_costs_quality_without_a_clock_and_decode_steps_later(
-    paths: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given = ["--window", "0", "--costs", "32:1000:50:40", "64:1000:60:40", "--no-speed", "--items", "0"]
-    monkeypatch.setattr(sys, "argv", ["x", "sets", "quality", *paths, *OPTIONS.split(), *given])
-    skipping.main()
-    assert {n["metric"] for n in results.newest("skipping")} == {"perplexity"}
-    assert skipping_sets.read_costs(6, "64:1000:60:40").speedup(skipping_sets.early_exit(6, 2)) == pytest.approx(
-        1 / 0.9
-    )
-    monkeypatch.setattr(sys, "argv", ["x", "times", *paths, "--repeats", "1", "--context-sets", "32", "64"])
-    skipping.main()
-    assert skipping.table().count("\n| CPU |") == 18
 
 
 def check_online(sets: Path) -> None:
@@ -160,30 +145,3 @@ def test_a_text_is_read_with_the_set_of_each_position() -> None:
     whole = read(tokens)
     assert whole.skip is None
     torch.testing.assert_close(torch.tensor(whole.nll, dtype=torch.float64), likelihoods(model, tokens, num_new, None))
-
-
-def test_texts_count_alike_and_only_behind_the_change() -> None:
-    watched = [9.0] * (NUM_WATCHED + 1)
-    reads = [Read([*watched, 1.0, 2.0], None), Read([*watched, 3.0, 2.0], None)]
-    assert skipping_online.perplexity_behind(reads) == pytest.approx(math.exp(2.0))
-
-
-@pytest.mark.parametrize("continuation", [NUM_WATCHED + 1, 32])
-def test_a_continuation_that_cannot_be_measured_is_refused(
-    continuation: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    argv = f"x online --sets {tmp_path} --context-sets 32 64 --continuation {continuation}"
-    monkeypatch.setattr(sys, "argv", argv.split())
-    with pytest.raises(UserError, match=f"--continuation {continuation}: give more than {NUM_WATCHED + 1}"):
-        skipping.main()
-
-
-def test_no_context_at_all_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", f"x online --sets {tmp_path} --context-sets".split())
-    with pytest.raises(UserError, match="--context-sets names no length: give some"):
-        skipping.main()
-
-
-def test_the_table_says_so_where_nothing_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(results, "RESULTS", tmp_path)
-    assert skipping_online.table() == "Not measured yet."
