@@ -55,7 +55,7 @@ def train_dense() -> list[str]:
         GPU,
         f"bare `torch.compile` loop: {speed['baseline_value']:,.0f} tokens/s, {bare['value']:.1f} GiB",
         f"{speed['value']:,.0f} tokens/s ({speed['ratio']:.2f}x), {memory['value']:.1f} GiB",
-        link("training", "training.md#speed"),
+        link("training", "explain/training.md#speed"),
     ]
 
 
@@ -157,7 +157,7 @@ def kernel() -> list[str]:
         f"bf16 cuBLAS of the same run 1x; humming (symmetric, run at {peer[0]['commit']}) {peer[0]['ratio']:.1f}x and "
         f"{peer[1]['ratio']:.1f}x",
         f"{one['ratio']:.1f}x ({one['commit']}) and {many['ratio']:.1f}x ({many['commit']})",
-        link("kernels", "kernels.md"),
+        link("kernels", "explain/kernels.md"),
     ]
 
 
@@ -173,7 +173,7 @@ def decode() -> list[str]:
         f"transformers, static cache, compiled: {peer['value']:,.0f} tokens/s (run at {peer['commit']})",
         f"bf16 {bf16['value']:,.0f} ({bf16['commit']}), int4 with an 8-bit head {int4['value']:,.0f} tokens/s "
         f"({int4['commit']})",
-        link("decoding", "benchmarks.md#decoding-on-one-gpu"),
+        link("decoding", "results/index.md#decoding-on-one-gpu"),
     ]
 
 
@@ -232,5 +232,5 @@ def cpu() -> list[str]:
         f"the Q4_1 file as it is: {said(cpu_decode.FILES['Q4_1'], 'perplexity_by_token')}; "
         f"`gptq+clip` on its own text: {said(cpu_decode.SHRUNK, 'perplexity_by_token')} (calibrated on "
         "16,384 tokens)",
-        link("8-bit activations", "int8_activations.md"),
+        link("8-bit activations", "explain/int8_activations.md"),
     ]

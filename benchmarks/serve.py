@@ -1,4 +1,4 @@
-"""A server under load: the rows of docs/server_load.md, about 3 minutes each.
+"""A server under load: the rows of docs/results/serving.md, about 3 minutes each.
 
     python -m benchmarks.serve --rate 0.4                                                            on a CPU
     python -m benchmarks.serve --trace AzureLLMInferenceTrace_conv.csv --rate 0.6 --seconds 150

@@ -1,4 +1,4 @@
-"""The tables of docs/support.md: every architecture with every Format, on every path.
+"""The tables of docs/reference/support.md: every architecture with every Format, on every path.
 
     python docs/generate_support.py            try every cell (a few minutes), write support_cells.json and the page
     python docs/generate_support.py --check    exit 1 where the page is not what support_cells.json says
@@ -43,7 +43,7 @@ from shoestring.train.data import Micro
 from shoestring.train.objectives import CrossEntropy
 
 HERE = Path(__file__).parent
-PAGE, CELLS = HERE / "support.md", HERE / "support_cells.json"
+PAGE, CELLS = HERE / "reference" / "support.md", HERE / "support_cells.json"
 BEGIN, END = "<!-- support -->", "<!-- /support -->"
 # What is tried, and the Formats it stands for: tables differ in their numbers only.
 FORMATS: dict[str, tuple[str, ...]] = {

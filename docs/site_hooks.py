@@ -4,6 +4,8 @@ Pages are written for readers of the repository: a link is a path from the page 
 PROJECT_PAGES appear below project/, and links between all of them are rewritten. A link to any other file of the
 repository (a source, a folder of results) has no page to lead to: its text stays, the link goes.
 
+Pages that have moved are found at their old addresses, too: MOVED has where they were.
+
 Lists are written as forges read them (CommonMark): they may follow a paragraph at once, and what belongs to an item is
 indented as far as its text. Python-Markdown wants a blank line and four spaces, and gets them here.
 """
@@ -23,6 +25,26 @@ PROJECT_PAGES = (
     "benchmarks/README.md",
     *sorted(path.relative_to(REPO).as_posix() for path in (REPO / "experiments").glob("*.md")),
 )
+# Addresses of the site before pages were sorted by kind.
+MOVED = {
+    **{f"{name}.html": f"start/{name}.html" for name in ("tutorial", "install", "python")},
+    **{f"{name}.html": f"explain/{name}.html" for name in ("training", "checkpoint_levels", "resharding", "formats")},
+    **{f"{name}.html": f"explain/{name}.html" for name in ("int8_activations", "engine", "kernels", "one_kernel")},
+    **{f"{name}.html": f"reference/{name}.html" for name in ("support", "data", "tokenizer", "checkpoint", "models")},
+    **{f"{name}.html": f"reference/{name}.html" for name in ("evals", "gguf", "security")},
+    **{f"{name}.html": f"guides/{name}.html" for name in ("export", "add_architecture")},
+    "server.html": "guides/serve.html",
+    "server_features.html": "guides/tools.html",
+    "server_load.html": "results/serving.html",
+    "benchmarks.html": "results/index.html",
+    "cli.html": "reference/commands.html",
+    "reference/engine.html": "explain/engine.html",
+    "reference/recipes.html": "reference/recipes/index.html",
+}
+FORWARD = """<!doctype html><meta charset="utf-8"><title>Moved</title><link rel="canonical" href="{to}">
+<meta http-equiv="refresh" content="1; url={to}"><script>location.replace("{to}" + location.hash)</script>
+<p>This page is <a href="{to}">here</a> now.
+"""
 README = "README.md"  # docs/index.md takes its place
 # Fenced code, a link, inline code: what comes first in the text wins, so that links may contain code and code links.
 LINK = re.compile(
@@ -42,6 +64,15 @@ def on_files(files: Files, config: Any) -> Files:
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     return spread_lists(rewrite_links(markdown, page.file.src_uri))
+
+
+def on_post_build(config: Any) -> None:
+    site = Path(config["site_dir"])
+    for old, new in MOVED.items():
+        assert (site / new).is_file() and not (site / old).exists(), f"{old} -> {new}"
+        (site / old).parent.mkdir(parents=True, exist_ok=True)
+        to = os.path.relpath(new, PurePosixPath(old).parent)
+        (site / old).write_text(FORWARD.format(to=to), encoding="utf-8")
 
 
 def site_path(repo_path: str) -> str | None:

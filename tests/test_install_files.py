@@ -60,7 +60,7 @@ def test_versions_agree() -> None:
 def test_the_project_has_what_contributors_look_for() -> None:
     for name in ("CITATION.cff", "SECURITY.md", "CODE_OF_CONDUCT.md", "CONTRIBUTING.md", ".pre-commit-config.yaml"):
         assert (REPO / name).stat().st_size > 100
-    assert "docs/security.md" in (REPO / "SECURITY.md").read_text(encoding="utf-8")
+    assert "docs/reference/security.md" in (REPO / "SECURITY.md").read_text(encoding="utf-8")
     assert len(list((REPO / ".github/ISSUE_TEMPLATE").glob("*.md"))) >= 2
     assert (REPO / "src/shoestring/py.typed").is_file()
     # Versions that tests have run on, and no address before there is one (pyproject.toml says so, too).

@@ -79,20 +79,22 @@ def test_method_pages_are_short_and_say_when_not_to_use_the_method(page: Path) -
     assert "## When not to use it" in text and "](../figures/" in text and "shoestring " in text
 
 
-GENERATED_OR_LONG = {"design.md", "support.md", "benchmarks.md"}  # the house plan, and tables that code writes
+LONG = {"design.md"}
 
 
 @pytest.mark.parametrize(
-    "page", [*sorted((REPO / "docs").glob("*.md")), *sorted((REPO / "docs/guides").glob("*.md"))], ids=lambda p: p.stem
+    "page",
+    [p for folder in (".", "start", "guides", "explain") for p in sorted((REPO / "docs" / folder).glob("*.md"))],
+    ids=lambda p: p.stem,
 )
 def test_pages_for_users_are_short(page: Path) -> None:
     """What one looks up belongs in docs/reference/, what was tried in experiments/."""
-    assert page.name in GENERATED_OR_LONG or len(prose(page).split()) <= 1400
+    assert page.name in LONG or len(prose(page).split()) <= 2500
 
 
 def test_the_tutorial_has_every_stage_of_the_demo() -> None:
     recipe = (REPO / "src/shoestring/recipes/demo.py").read_text()
     stages = re.search(r"^STAGES.*?= \((.*?)^\)", recipe, flags=re.MULTILINE | re.DOTALL)
     assert stages is not None
-    told = re.findall(r"^(\d+)\. \*\*", (REPO / "docs/tutorial.md").read_text(), flags=re.MULTILINE)
+    told = re.findall(r"^(\d+)\. \*\*", (REPO / "docs/start/tutorial.md").read_text(), flags=re.MULTILINE)
     assert [int(number) for number in told] == list(range(1, 1 + len(stages[1].split())))

@@ -1,4 +1,4 @@
-"""The programs of docs/python.md run as they stand, and its names are what the package exports."""
+"""The programs of docs/start/python.md run as they stand, and its names are what the package exports."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import tiny
 from shoestring import plugins
 
 REPO = Path(__file__).resolve().parents[1]
-PAGE = (REPO / "docs" / "python.md").read_text(encoding="utf-8")
+PAGE = (REPO / "docs" / "start" / "python.md").read_text(encoding="utf-8")
 PROGRAMS = dict(re.findall(r"^## (.+?)$.*?^```python\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL))
 
 
@@ -37,7 +37,7 @@ def test_there_are_five_programs() -> None:
 def test_a_program_runs(title: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOESTRING_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(folder)
-    exec(compile(PROGRAMS[title], f"docs/python.md, {title}", "exec"), {"__name__": "__main__"})
+    exec(compile(PROGRAMS[title], f"docs/start/python.md, {title}", "exec"), {"__name__": "__main__"})
 
 
 def test_the_table_names_what_is_exported() -> None:

@@ -46,7 +46,11 @@ class Fetches(HTMLParser):
 
 
 def test_the_site_needs_no_network(site: Path) -> None:
-    pages = sorted(site.rglob("*.html"))
+    moved = {site / old: site / new for old, new in script("site_hooks").MOVED.items()}
+    for old, new in moved.items():
+        led = re.findall(r'(?:href|url)="?([^"]+)"', old.read_text("utf-8"))
+        assert len(led) == 3 and {(old.parent / to).resolve() for to in led} == {new} and new.is_file(), old
+    pages = sorted({*site.rglob("*.html")} - moved.keys())
     assert len(pages) > 30
     for page in pages:
         parser = Fetches()
@@ -85,15 +89,19 @@ def script(name: str) -> ModuleType:
 @pytest.mark.parametrize(
     ("page", "written", "built"),
     [
-        ("cli.md", "[log](../experiments/LOG.md#x)", "[log](project/experiments/LOG.md#x)"),
+        ("limits.md", "[log](../experiments/LOG.md#x)", "[log](project/experiments/LOG.md#x)"),
         (
             "methods/ptq.md",
             "[c](../../CONTRIBUTING.md), [r](../../README.md)",
             "[c](../project/CONTRIBUTING.md), [r](../index.md)",
         ),
         ("project/experiments/LOG.md", "[d](../docs/design.md)", "[d](../../design.md)"),
-        ("cli.md", "[`results/`](../results/) and [`a[0]`](../src/a.py)", "`results/` and `a[0]`"),
-        ("cli.md", "`f[x](../src/y)` [t](#here) [w](https://a.b/c)", "`f[x](../src/y)` [t](#here) [w](https://a.b/c)"),
+        ("limits.md", "[`results/`](../results/) and [`a[0]`](../src/a.py)", "`results/` and `a[0]`"),
+        (
+            "limits.md",
+            "`f[x](../src/y)` [t](#here) [w](https://a.b/c)",
+            "`f[x](../src/y)` [t](#here) [w](https://a.b/c)",
+        ),
     ],
 )
 def test_links_hold_in_the_site(page: str, written: str, built: str) -> None:
@@ -110,7 +118,10 @@ def test_lists_are_spread_and_code_is_not() -> None:
 
 
 def test_the_reference_is_what_the_code_says() -> None:
-    for name, text in script("generate_reference").pages().items():
+    pages = script("generate_reference").pages()
+    recipes = {f"recipes/{page.name}" for page in (DOCS / "reference" / "recipes").glob("*.md")}
+    assert recipes == {name for name in pages if name.startswith("recipes/")}
+    for name, text in pages.items():
         written = (DOCS / "reference" / name).read_text(encoding="utf-8")
         assert written == text, f"docs/reference/{name} is old: python docs/generate_reference.py"
         assert "what it does |\n" not in text.replace("| what it does |", ""), name

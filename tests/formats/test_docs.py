@@ -1,4 +1,4 @@
-"""The Python snippets of docs/formats.md and docs/reference/formats.md run as they stand."""
+"""The Python snippets of docs/explain/formats.md and docs/reference/formats.md run as they stand."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from shoestring.formats import FORMATS
 
 DOCS = Path(__file__).parents[2] / "docs"
-TEXT = (DOCS / "formats.md").read_text() + (DOCS / "reference/formats.md").read_text()
+TEXT = (DOCS / "explain/formats.md").read_text() + (DOCS / "reference/formats.md").read_text()
 SNIPPETS = re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)
 
 

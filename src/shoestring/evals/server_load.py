@@ -16,7 +16,7 @@ answers cannot overload a server, and hides its queue.) Reported are
     goodput  requests per second that met both targets of the SLO (TTFT and TPOT)
 
 Prompts are token ids drawn at random from a real text, so that no two of a plan share a cached prefix, and every answer
-runs to its planned length. benchmarks/serve.py measures the rows of docs/server_load.md with this.
+runs to its planned length. benchmarks/serve.py measures the rows of docs/results/serving.md with this.
 """
 
 from __future__ import annotations

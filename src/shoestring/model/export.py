@@ -1,7 +1,7 @@
 """A model in the layout of its next reader: `shoestring export`.
 
 Each layout has a file of its own: save.py (dense and packed folders), compressed_tensors.py, fp8_folder.py,
-gguf_write.py. Here is only the choice, and what to say about the result. docs/export.md has the table
+gguf_write.py. Here is only the choice, and what to say about the result. docs/guides/export.md has the table
 of which Format fits where.
 """
 

@@ -3,7 +3,7 @@
 A row says how config.json spells the fields of a ModelSpec and what a missing one means to `transformers`, which fields
 all models of the family share, and what its tensors are called in Hugging Face folders and in GGUF files. hf.py and
 gguf_spec.py read and write by these rows, hf_names.py and gguf_names.py name tensors by them. A family of known parts
-is one more row; a new part is a field of ModelSpec first (docs/add_architecture.md).
+is one more row; a new part is a field of ModelSpec first (docs/guides/add_architecture.md).
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ then one rename makes it visible. So a folder with its final name is complete, w
 DCP's own storage keeps its metadata and every non-tensor as pickles, which run code when they are read. Here nothing is
 unpickled: a non-tensor must be JSON (tuples and non-finite floats are tagged), everything else is refused.
 
-Left out: compression, object stores, and parts that several ranks share. docs/checkpoint.md has the exact
+Left out: compression, object stores, and parts that several ranks share. docs/reference/checkpoint.md has the exact
 layout; manifest.py parses and checks it.
 """
 

@@ -1,7 +1,7 @@
 """HTTP in a process of its own, so that the engine's process does nothing but steps.
 
 Python runs one thread at a time in a process. With hundreds of streams, making JSON and events takes as much time as
-stepping the engine; side by side in one process each waits for the other (docs/server_load.md has the numbers).
+stepping the engine; side by side in one process each waits for the other (docs/results/serving.md has the numbers).
 
 `shoestring serve` forks the HTTP process first, before there are threads, a GPU or a model. It waits. When the engine
 is ready, it gets the listening socket, the tokenizer and the engine's facts, and serves; from then on the two exchange

@@ -201,7 +201,7 @@ def http_error_response(request: Request, error: Any) -> Response:
     path = request.url.path[:100]
     allowed = next((v for k, v in (error.headers or {}).items() if k.lower() == "allow"), "another one")
     message = {
-        404: f"there is no such path: {path}; docs/server.md lists them, /v1/completions is one",
+        404: f"there is no such path: {path}; docs/guides/serve.md lists them, /v1/completions is one",
         405: f"{path} does not take {request.method[:20]}; it takes {allowed}",
     }.get(error.status_code, str(error.detail))
     return error_response(None, ApiError(error.status_code, message, headers=dict(error.headers or {})))
