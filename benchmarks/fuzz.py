@@ -30,14 +30,14 @@ NOTHING = "No campaign has been recorded."
 
 def table() -> str:
     """One row per kind of case. The kinds that are attacks on a server have a largest gap of other clients' streams."""
-    lines = [line for line in newest("fuzz") if not line["case"].startswith(ATTACK)]
+    lines = [line for line in _newest() if not line["case"].startswith(ATTACK)]
     rows = [[kind, *_counts([found])] for kind, found in _by_case(lines).items()]
     return f"{markdown(['kind of case', *HEADER], rows)}{provenance(lines)}" if rows else NOTHING
 
 
 def short() -> str:
     """The same, one row per family of kinds."""
-    lines = [line for line in newest("fuzz") if not line["case"].startswith(ATTACK)]
+    lines = [line for line in _newest() if not line["case"].startswith(ATTACK)]
     families: dict[str, list[dict[str, float]]] = {}
     for kind, found in _by_case(lines).items():
         families.setdefault(FAMILIES[kind.split()[0].rstrip(":")], []).append(found)
@@ -61,8 +61,13 @@ def worst() -> str:
     return _felt(chosen)
 
 
+def _newest() -> list[dict[str, Any]]:
+    """The last line of each case and metric, whatever the seed."""
+    return list({(line["case"], line["metric"]): line for line in newest("fuzz")}.values())
+
+
 def _felt(choose: Callable[[dict[str, dict[str, float]]], list[str]]) -> str:
-    lines = [line for line in newest("fuzz") if line["case"].startswith(ATTACK)]
+    lines = [line for line in _newest() if line["case"].startswith(ATTACK)]
     values = _by_case(lines)
     rows = [
         [case.removeprefix(ATTACK), f"{values[case]['largest_gap_s']:.2f}", f"{values[case]['first_token_s']:.2f}"]
@@ -73,7 +78,7 @@ def _felt(choose: Callable[[dict[str, dict[str, float]]], list[str]]) -> str:
         return NOTHING
     loads = [line["quality"]["load_average"] for line in lines]
     told = f"Load average of the machine, the server and its attackers included: {min(loads):.0f} to {max(loads):.0f}."
-    grown = [line["value"] for line in newest("fuzz") if line["metric"] == "memory_above_start_gb"]
+    grown = [line["value"] for line in _newest() if line["metric"] == "memory_above_start_gb"]
     told += f" The server used at most {grown[-1]:.2f} GB more than at its start." if grown else ""
     return f"{markdown(header, rows)}\n\n{told}{provenance(lines)}"
 

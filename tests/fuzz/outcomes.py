@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections import Counter
 from dataclasses import dataclass, field
@@ -16,7 +17,14 @@ Outcome = Literal["ok", "clean", "traceback", "hang", "abort"]
 # hang: not done in the case's time.
 # abort: ended by a signal, or by the operating system for its memory.
 BAD: tuple[Outcome, ...] = ("traceback", "hang", "abort")
+SEED = int(os.environ.get("SHOESTRING_FUZZ_SEED", "4"))  # of the campaigns: another one draws other cases
 _SIGNALS = {-int(signal.SIGKILL), -int(signal.SIGSEGV), -int(signal.SIGBUS), -int(signal.SIGABRT), -int(signal.SIGILL)}
+
+
+def lab_seeds(num: int) -> range:
+    """Seeds of the cases of a campaign: behind those of the suite, and others for each seed of the campaigns."""
+    first = 1000 + 10_000 * SEED
+    return range(first, first + num)
 
 
 @dataclass
@@ -44,7 +52,7 @@ class Tally:
             self.details[:20]
         )
 
-    def save(self, seed: int) -> None:
+    def save(self, seed: int = SEED) -> None:
         """One line per column of the table in results/fuzz.jsonl."""
         values: dict[str, float] = {name: self.counts[name] for name in get_args(Outcome)}
         values |= {"cases": self.cases, "largest_gap_s": self.largest_gap_s}

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 from file_cases import Kind, run_case
 from file_kinds import KINDS, make_llama
-from outcomes import Outcome, Tally, outcome_of_process
+from outcomes import Outcome, Tally, lab_seeds, outcome_of_process
 
 from shoestring.model import chat
 
-FEW, MANY, SEED = 11, 300, 0
+FEW, MANY = 11, 300
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +58,8 @@ def test_good_files_are_read_and_damaged_ones_are_said(kind: Kind, good: dict[st
 @pytest.mark.lab
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_many_damaged_files(kind: Kind, good: dict[str, Path], tmp_path: Path) -> None:
-    tally = campaign(kind, good[kind.name], tmp_path, range(1000, 1000 + MANY))
-    tally.save(SEED)
+    tally = campaign(kind, good[kind.name], tmp_path, lab_seeds(MANY))
+    tally.save()
     tally.check()
 
 

@@ -28,7 +28,7 @@ from http_cases import (  # noqa: E402
     tool_cases,
 )
 from http_harness import Bystanders, attack, memory_gb, receive_all, served  # noqa: E402
-from outcomes import Tally  # noqa: E402
+from outcomes import SEED, Tally  # noqa: E402
 from serving import running  # noqa: E402
 
 from benchmarks.results import record  # noqa: E402
@@ -151,11 +151,11 @@ def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, int
 )
 def test_campaign_of_cases(process: tuple[str, int], kind: str, num: int) -> None:
     if kind == "http connections":
-        tally = send_connections(process, kind, connection_cases(seed=2, num=num), at_once=32)
+        tally = send_connections(process, kind, connection_cases(seed=SEED, num=num), at_once=32)
     else:
         make = {"http bodies": body_cases, "http schemas": schema_cases, "http tools": tool_cases}[kind]
-        tally = send_bodies(process, kind, make(seed=2, num=num))
-    tally.save(seed=2)
+        tally = send_bodies(process, kind, make(seed=SEED, num=num))
+    tally.save()
     tally.check()
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from live_sessions import AGAINST_FOLLOWER, AGAINST_PUBLISHER, Address, attack_follower, attack_publisher, logged_in
-from outcomes import Tally
+from outcomes import SEED, Tally, lab_seeds
 
 from benchmarks.results import record
 from shoestring.errors import UserError
@@ -34,7 +34,7 @@ from shoestring.train.publish import MOST_FORMS, Publish
 from shoestring.train.step import Run
 from tiny import QWEN2, random_model
 
-KEY, FEW, MANY, SEED = "a secret", 4, 500, 1
+KEY, FEW, MANY = "a secret", 4, 500
 LOCKOUT_S, MEMORY_GB = 2.0, 1.0
 
 
@@ -198,7 +198,7 @@ def drip(address: Address, until: float) -> None:
 @pytest.mark.lab
 def test_campaign_of_hostile_sessions(publish: Publish) -> None:
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    seeds = range(1000 * SEED, 1000 * SEED + MANY)
+    seeds = lab_seeds(MANY)
     with Honest(publish.server) as honest:
         dripping = threading.Thread(target=drip, args=(publish.server.address, time.monotonic() + 30))
         dripping.start()
@@ -218,7 +218,7 @@ def test_campaign_of_hostile_sessions(publish: Publish) -> None:
         record(bench="live_weights", case="hostile sessions", metric=metric, unit=unit, samples=[value], config=config,
                quality=quality)  # fmt: skip
     for tally in (attacked, hostile):
-        tally.save(SEED)
+        tally.save()
         tally.check()
     assert taken == 0 and pulled(publish)
     assert honest.logins > 20 and honest.longest < LOCKOUT_S and grown < MEMORY_GB, (honest.longest, grown)

@@ -6,10 +6,10 @@ import os
 from pathlib import Path
 
 import pytest
-from outcomes import Tally
+from outcomes import Tally, lab_seeds
 from settings_cases import RECIPES, RUNS, file_case, make_home, read_case, run_case
 
-FEW, MANY, MANY_RUNS, SEED = 12, 150, 20, 0
+FEW, MANY, MANY_RUNS = 12, 150, 20
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +54,8 @@ def test_a_file_of_settings_is_read_or_refused(tmp_path: Path) -> None:
 
 @pytest.mark.lab
 def test_many_files_of_settings(tmp_path: Path) -> None:
-    tally = files_all(range(1000, 1000 + 20 * MANY), tmp_path)
-    tally.save(SEED)
+    tally = files_all(lab_seeds(20 * MANY), tmp_path)
+    tally.save()
     tally.check()
 
 
@@ -66,14 +66,14 @@ def test_a_run_with_a_hostile_setting(home: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.lab
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_many_settings(recipe: str) -> None:
-    tally = read_all(recipe, range(1000, 1000 + MANY))
-    tally.save(SEED)
+    tally = read_all(recipe, lab_seeds(MANY))
+    tally.save()
     tally.check()
 
 
 @pytest.mark.lab
 @pytest.mark.parametrize("recipe", RUNS)
 def test_many_runs(recipe: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tally = run_all(recipe, home, range(1000, 1000 + MANY_RUNS), monkeypatch)
-    tally.save(SEED)
+    tally = run_all(recipe, home, lab_seeds(MANY_RUNS), monkeypatch)
+    tally.save()
     tally.check()
