@@ -34,7 +34,6 @@ from shoestring.state.run_lock import hold_run
 from shoestring.state.storage import SafeReader
 from shoestring.train.pretraining import ModelConfig, new_spec
 
-pytestmark = pytest.mark.usefixtures("warm_python")
 TINY = ["size=tiny", "d_model=64", "num_layers=2", "num_heads=4", "num_kv_heads=2", "d_ff=128", "vocab_size=320"]
 SHORT = ["context=32", "batch=4", "micro=2", "warmup=2", "log_every=1", "eval_every=5", "device=cpu"]
 
@@ -434,3 +433,18 @@ def test_two_ranks_are_the_same_command(
     )
     cli("run", "train/dense", f"resume={together}", "mesh.dp=1", "steps=4")  # on another number of ranks
     assert [row["step"] for row in read_jsonl(together / "metrics.jsonl") if "loss" in row] == [1, 2, 3, 4]
+
+
+def test_speedrun_makes_a_qwen3_with_muon(cli: Callable[..., str], corpus: Path, tmp_path: Path) -> None:
+    run, argv = tmp_path / "fast", [f"data={corpus}", *TINY, *SHORT, "compile=off"]
+    cli("run", "train/speedrun", "steps=2", f"run={run}", *argv)
+    saved, made = (json.loads((run / name / "config.json").read_text()) for name in (".", "model"))
+    assert saved["config"]["optimizer"] == "muon" and saved["changed"].count("optimizer") == 0
+    assert made["model_type"] == "qwen3" and made["tie_word_embeddings"] is False
+    assert "started with optimizer=muon" in cli(
+        "run", "train/speedrun", f"resume={run}", "optimizer=adamw", "steps=3", fails=True
+    )
+    cli("run", "train/speedrun", f"resume={run}", "steps=3")
+    for setting, said in {"optimizer=lion": "adamw, muon", "cooldown=2": "0 to 1"}.items():
+        assert said in cli("run", "train/speedrun", *argv, setting, fails=True)
+    assert "choose another size" in cli("run", "train/speedrun", "size=gpt2-124m", fails=True)

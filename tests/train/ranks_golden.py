@@ -18,6 +18,7 @@ from shoestring.model import Decoder, ModelSpec
 from shoestring.model.parallel import ParallelConfig, init_weights, materialize, parallelize
 from shoestring.model.spec import Experts
 from shoestring.runlog import RunLog
+from shoestring.train.muon import muon
 from shoestring.train.objectives import CrossEntropy, Distill
 from shoestring.train.optim import adamw, warmup_cosine
 from shoestring.train.step import IGNORED, Micro, Run
@@ -81,7 +82,8 @@ def losses(case: dict[str, Any]) -> list[float]:
         materialize(teacher, "cpu")
         init_weights(teacher, seed=4)
         objective = Distill(teacher, temperature=2.0, kl=0.5, ce=0.5, chunk=24)
-    run = Run(model, adamw(model, lr=1e-2), mesh, RunLog(None, main=mesh.is_main, quiet=True))
+    optimizer = muon(model, lr=1e-2) if case.get("muon") else adamw(model, lr=1e-2)
+    run = Run(model, optimizer, mesh, RunLog(None, main=mesh.is_main, quiet=True))
     train(run, MaskedRows(mesh), objective, steps=STEPS, log_every=1, clip=0.5,
           schedule=warmup_cosine(1e-2, warmup=2, steps=STEPS))  # fmt: skip
     # The last number sees the logits path too, gathered over the vocabulary.

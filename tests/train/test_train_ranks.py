@@ -32,7 +32,7 @@ def on_ranks(run_ranks: Callable[..., str], num_ranks: int, cases: list[dict[str
 
 def check(cases: list[dict[str, Any]], got: list[list[float]]) -> None:
     for case, numbers in zip(cases, got, strict=True):
-        same_on_one = {k: v for k, v in case.items() if k in ("spec", "teacher", "format", "experts")}
+        same_on_one = {k: v for k, v in case.items() if k in ("spec", "teacher", "format", "experts", "muon")}
         want = losses(same_on_one)
         assert len(numbers) == len(want)
         worst = max(abs(a - b) / max(1.0, abs(b)) for a, b in zip(numbers, want, strict=True))
@@ -58,6 +58,13 @@ def test_two_ranks_equal_one(run_ranks: Callable[..., str]) -> None:
 
 
 @pytest.mark.ranks
+def test_muon_on_two_ranks_equals_one(run_ranks: Callable[..., str]) -> None:
+    uneven = {"d_ff": 47, "num_kv_heads": 2}  # FSDP2 cuts 47 rows at 24
+    cases = [{"dp": 2, "muon": True, "spec": uneven}, {"tp": 2, "muon": True, "spec": QWEN}]
+    check(cases, on_ranks(run_ranks, 2, cases))
+
+
+@pytest.mark.ranks
 def test_experts_that_have_no_rows_on_some_rank(run_ranks: Callable[..., str]) -> None:
     few = {"experts": {"num": 32, "top_k": 1, "d_ff": 16}}  # 64 rows a rank for 32 experts
     cases = [{"dp": 2, **few}, {"replica": 2, **few}, {"tp": 2, **few}]
@@ -70,6 +77,7 @@ def test_four_ranks_equal_one(run_ranks: Callable[..., str]) -> None:
     cases = [
         {"dp": 4},
         {"dp": 2, "tp": 2},
+        {"dp": 2, "tp": 2, "muon": True},
         {"dp": 2, "tp": 2, "recompute": True, "compile": "blocks"},
         {"replica": 2, "dp": 2},
     ]

@@ -39,6 +39,7 @@ from shoestring.model.transformer import Block, Decoder, MixtureOfExperts, Norm
 from shoestring.state.boxes import local_box
 
 CompileMode = Literal["off", "blocks", "whole"]
+InitialWeights = Literal["gpt2", "zero"]
 
 
 @dataclass(frozen=True)
@@ -268,17 +269,19 @@ def materialize(model: nn.Module, device: torch.device | str) -> None:
 
 
 @torch.no_grad()
-def init_weights(model: Decoder, seed: int) -> None:
+def init_weights(model: Decoder, seed: int, kind: InitialWeights = "gpt2") -> None:
     """GPT-2's initialisation: normal(0.02), residual projections scaled by 1/sqrt(2L), norms one, biases zero.
+    `zero`: those projections and an untied head are zero, so that a model begins as its embedding and even odds.
 
     Every tensor is drawn whole from a generator keyed by (seed, name) and cut to the local box: the same on any mesh.
     """
     residual = 0.02 / (2 * model.spec.num_layers) ** 0.5
+    zero = ("o", "down", "head") if kind == "zero" else ()
     for name, param in model.named_parameters():
         if not param.is_floating_point():
             continue
         leaf = name.rsplit(".", 2)[-2:]
-        if leaf[-1] == "bias":
+        if leaf[-1] == "bias" or (leaf[-1] == "weight" and leaf[0] in zero):
             local(param).zero_()
         elif isinstance(norm := model.get_submodule(name.rpartition(".")[0]), Norm):
             local(param).fill_(1.0 - norm.offset)

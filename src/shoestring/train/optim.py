@@ -1,4 +1,4 @@
-"""AdamW and learning-rate schedules."""
+"""AdamW and learning-rate schedules. muon.py has the other optimizer."""
 
 from __future__ import annotations
 
@@ -28,14 +28,18 @@ def adamw(
 
     Learned grids of quantized layers are not decayed: a smaller scale is not a simpler model.
     """
-    if not lr >= 0:
-        raise UserError(f"lr={lr} is not possible; give 0 or more")
+    check_lr(lr)
     grids = {id(t) for _, m in format_hosts(model) for t in m.trained_state().values()}
     groups = decay_groups(model, weight_decay, without=grids)
     if not groups:
         raise UserError("the model has no trainable parameters; nothing to optimise")
     fused = can_fuse(p for group in groups for p in group["params"])
     return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=fused)
+
+
+def check_lr(lr: float) -> None:
+    if not lr >= 0:
+        raise UserError(f"lr={lr} is not possible; give 0 or more")
 
 
 def can_fuse(params: Iterable[Tensor]) -> bool | None:
@@ -92,6 +96,15 @@ def constant(lr: float) -> Schedule:
 SCHEDULES: dict[str, Callable[..., Schedule]] = {"cosine": warmup_cosine, "wsd": warmup_stable_decay}
 
 
+def new_schedule(name: str, lr: float, *, warmup: int, steps: int, cooldown: float = 0.2) -> Schedule:
+    """A setting's schedule; `cooldown` is wsd's."""
+    if cooldown > 1:
+        raise UserError(f"cooldown={cooldown} is not a share of the steps; give 0 to 1")
+    shape = {"decay": cooldown} if name == "wsd" else {}
+    return SCHEDULES[name](lr, warmup=warmup, steps=steps, **shape)
+
+
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Every group's rate: `lr`, times the group's `lr_scale` where it has one."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group.get("lr_scale", 1.0)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +24,7 @@ from shoestring.mesh import Mesh
 from shoestring.model import Decoder, ModelSpec, Tokenizer, load_into
 from shoestring.model.folder import read_spec
 from shoestring.model.hf import spec_to_hf
-from shoestring.model.parallel import ParallelConfig, init_weights, materialize, parallelize
+from shoestring.model.parallel import InitialWeights, ParallelConfig, init_weights, materialize, parallelize
 from shoestring.report import Section, Text, eval_table, run_sections, write_report
 from shoestring.runlog import RunLog
 from shoestring.train.data import TokenData
@@ -36,6 +36,7 @@ from shoestring.train.step import Run
 SIZES: dict[str, tuple[int, int, int, int, int]] = {
     "tiny": (128, 4, 4, 2, 384),
     "small": (256, 6, 4, 2, 768),
+    "base": (768, 12, 12, 12, 2048),
     "gpt2-124m": (768, 12, 12, 12, 3072),
     "gpt2-774m": (1280, 36, 20, 20, 5120),
     "llama-350m": (1024, 24, 16, 16, 2816),
@@ -43,13 +44,15 @@ SIZES: dict[str, tuple[int, int, int, int, int]] = {
 }
 GPT2: dict[str, Any] = {"model_type": "gpt2", "norm": "layer", "act": "gelu_tanh", "positions": "learned"}
 GPT2 |= {"qkv_bias": True, "out_bias": True, "mlp_bias": True}
+QWEN3: dict[str, Any] = {"model_type": "qwen3", "qk_norm": True, "norm_eps": 1e-6}
+OF_NEW_MODELS = ("act", "qk_norm", "tied", "init")
 VALIDATION_STEPS = 4
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     init_from: str | None = option(None, "Hugging Face folder, run or .gguf to continue from; none starts from scratch")
-    size: Literal["tiny", "small", "gpt2-124m", "gpt2-774m", "llama-350m", "llama-1b"] = option(
+    size: Literal["tiny", "small", "base", "gpt2-124m", "gpt2-774m", "llama-350m", "llama-1b"] = option(
         "tiny", "shape of the model", deciding=True
     )
     d_model: int | None = option(None, "width, instead of the size's", least=1, advanced=True, deciding=True)
@@ -62,13 +65,25 @@ class ModelConfig:
     act: Literal["swiglu", "geglu", "geglu_tanh"] | None = option(
         None, "gate of the feed-forward layers; none: swiglu, and plain GELU for gpt2-*", advanced=True, deciding=True
     )
+    qk_norm: bool = option(
+        False, "norm the queries and keys of each head; the model is then a Qwen3", advanced=True, deciding=True
+    )
+    tied: bool = option(True, "one matrix for embeddings and output head", advanced=True, deciding=True)
+    init: InitialWeights = option(
+        "gpt2",
+        "initial weights: GPT-2's, or its with output projections and an untied head of zeros",
+        advanced=True,
+        deciding=True,
+    )
 
 
 def check_model(cfg: ModelConfig, *, vocab_size: int, context: int) -> None:
     """UserError for a shape that is not possible or cannot be saved, before any text is read."""
-    if cfg.act is not None and cfg.init_from is not None:
+    changed = [f.name for f in fields(cfg) if f.name in OF_NEW_MODELS and getattr(cfg, f.name) != f.default]
+    if changed and cfg.init_from is not None:
         raise UserError(
-            f"act={cfg.act} only applies to a new model, and init_from={cfg.init_from} has its own; leave one out"
+            f"{changed[0]}={getattr(cfg, changed[0])} only applies to a new model, and init_from={cfg.init_from} has "
+            "its own; leave one out"
         )
     if cfg.init_from is None:
         spec_to_hf(new_spec(cfg, vocab_size=vocab_size, context=context))
@@ -98,6 +113,10 @@ def new_spec(
     d_model, num_layers, num_heads, num_kv_heads, d_ff = SIZES[cfg.size]
     if cfg.act is not None and cfg.size.startswith("gpt2"):
         raise UserError(f"act={cfg.act} is a gate, and size={cfg.size} has none: choose another size, or leave it out")
+    if cfg.qk_norm and cfg.size.startswith("gpt2"):
+        raise UserError(
+            f"qk_norm=true is for models with rotary positions, not for size={cfg.size}; choose another size"
+        )
     if cfg.d_model is not None and cfg.d_model != d_model:
         # A new width keeps the proportions of the size by default.
         num_heads = num_kv_heads = max(1, cfg.d_model // 64)
@@ -125,7 +144,9 @@ def new_spec(
         max_positions=context,
         bos_id=bos_id,
         eos_id=eos_id,
+        tied=cfg.tied,
         **(GPT2 if cfg.size.startswith("gpt2") else {"act": cfg.act or "swiglu"}),
+        **(QWEN3 if cfg.qk_norm else {}),
     )
 
 
@@ -137,6 +158,7 @@ def build_model(
     rules: Sequence[Rule] = (),
     init_from: str | Path | None = None,
     seed: int = 0,
+    init: InitialWeights = "gpt2",
 ) -> Decoder:
     with torch.device("meta"):
         model = Decoder(spec)
@@ -145,7 +167,7 @@ def build_model(
     parallelize(model, mesh, parallel)
     materialize(model, mesh.device)
     if init_from is None:
-        init_weights(model, seed)
+        init_weights(model, seed, init)
     else:
         load_into(model, init_from)
     init_state(model)

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from shoestring.config import Retired, config_record, deciding, option, to_json
 from shoestring.device import pick_dtype
@@ -42,12 +42,13 @@ from shoestring.train import pretraining
 from shoestring.train.cuda_graph import GraphedForwardBackward, check_graph
 from shoestring.train.data import TokenData, check_pass, rows_per_pass
 from shoestring.train.objectives import CrossEntropy
-from shoestring.train.optim import SCHEDULES
+from shoestring.train.optim import new_schedule
 from shoestring.train.publish import check_publish, open_publish
 from shoestring.train.reducers.build import (
     ReducerConfig,
     build_optimizer,
     build_reducer,
+    check_optimizer,
     check_reducer,
     report_sections,
 )
@@ -72,6 +73,12 @@ class Config(
     context: int = option(256, least=2)
     warmup: int = option(100)
     weight_decay: float = option(0.1)
+    optimizer: Literal["adamw", "muon"] = option(
+        "adamw", "muon: matrices of blocks move along orthogonal matrices, the rest by AdamW", deciding=True
+    )
+    cooldown: float = option(
+        0.2, "schedule=wsd: share of the steps in which the rate falls to zero", least=0, advanced=True, deciding=False
+    )
     seed: int = option(0, "random seed of the weights and the order of the data")
     graph: bool = option(
         False, "a step's passes as one CUDA graph: small models whose GPU waits for Python; one GPU", advanced=True
@@ -122,6 +129,8 @@ def pretrain(
     check_checkpoints(cfg, saved=None if cfg.resume is None else read_config(Path(cfg.resume)).get("config"))
     pretraining.check_model(cfg, vocab_size=cfg.vocab_size, context=cfg.context)
     check_reducer(cfg, cfg.mesh)
+    check_optimizer(cfg.optimizer, cfg)
+    schedule = new_schedule(cfg.schedule, cfg.lr, warmup=cfg.warmup, steps=cfg.steps, cooldown=cfg.cooldown)
     check_publish(cfg.publish, cfg.publish_insecure)
     mesh = open_mesh(cfg.mesh, cfg.device)
     if cfg.graph:
@@ -131,7 +140,8 @@ def pretrain(
     parallel = ParallelConfig(cfg.recompute, cfg.compile, pick_dtype(cfg.dtype, mesh.device))
     in_pass = rows_per_pass(cfg.batch, cfg.micro, mesh.dp_size)
     check_pass(in_pass, cfg.context, spec.num_layers * spec.d_model, mesh.device, parallel.compute_dtype)
-    model = pretraining.build_model(spec, mesh, parallel, rules=rules, init_from=cfg.init_from, seed=cfg.seed)
+    begin: dict[str, Any] = {"init_from": cfg.init_from, "seed": cfg.seed, "init": cfg.init}
+    model = pretraining.build_model(spec, mesh, parallel, rules=rules, **begin)
     rows: dict[str, Any] = {"context": cfg.context, "batch": cfg.batch, "micro": cfg.micro}
     data = TokenData(corpus.train, **rows, seed=cfg.seed, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size)
     held_out = pretraining.validation_data(corpus, mesh, **rows)
@@ -151,14 +161,15 @@ def pretrain(
         checkpointer = open_checkpointer(cfg, folder)
         if cfg.resume is not None and checkpointer.newest() is None:
             log.say(f"{folder} has no checkpoint that can be used: starting at step 0")
-        run = Run(model, build_optimizer(cfg, model, lr=cfg.lr, weight_decay=cfg.weight_decay), mesh, log)
+        made: dict[str, Any] = {"lr": cfg.lr, "weight_decay": cfg.weight_decay, "optimizer": cfg.optimizer}
+        run = Run(model, build_optimizer(cfg, model, **made), mesh, log)
         try:
             train(
                 run,
                 data,
                 CrossEntropy(),
                 steps=cfg.steps,
-                schedule=SCHEDULES[cfg.schedule](cfg.lr, warmup=cfg.warmup, steps=cfg.steps),
+                schedule=schedule,
                 hooks=[*make_hooks(model, mesh, data), publish],
                 reducer=build_reducer(cfg, model, mesh, clip=cfg.clip, seed=cfg.seed, say=log.say, folder=folder),
                 clip=cfg.clip,

@@ -17,6 +17,7 @@ from shoestring.formats.linear import local
 from shoestring.mesh import Mesh, MeshConfig
 from shoestring.report import Section, metric_curves
 from shoestring.runlog import read_metrics
+from shoestring.train.muon import muon
 from shoestring.train.optim import adamw
 from shoestring.train.reducers import demo
 from shoestring.train.reducers.auto import choose_compressor
@@ -26,6 +27,8 @@ from shoestring.train.reducers.methods import parse_compressor
 from shoestring.train.reducers.plain import SumReducer
 from shoestring.train.reducers.rounds import Link
 from shoestring.train.step import Reducer
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"adamw": adamw, "muon": muon}
 
 
 @dataclass(frozen=True)
@@ -155,8 +158,22 @@ def report_sections(folder: Path) -> list[Section]:
     ]
 
 
-def build_optimizer(cfg: ReducerConfig, model: nn.Module, *, lr: float, weight_decay: float) -> torch.optim.Optimizer:
-    """AdamW; where the reducer is an optimizer itself, the one that it needs."""
-    if cfg.reducer.partition(":")[0] == "demo":
+def build_optimizer(
+    cfg: ReducerConfig, model: nn.Module, *, lr: float, weight_decay: float, optimizer: str = "adamw"
+) -> torch.optim.Optimizer:
+    """`optimizer`: adamw or muon; where the reducer is an optimizer itself, the one that it needs."""
+    if _is_demo(cfg):
         return demo.sgd(model, lr=lr, weight_decay=weight_decay)
-    return adamw(model, lr=lr, weight_decay=weight_decay)
+    return OPTIMIZERS[optimizer](model, lr=lr, weight_decay=weight_decay)
+
+
+def check_optimizer(optimizer: str, cfg: ReducerConfig) -> None:
+    if optimizer != "adamw" and _is_demo(cfg):
+        raise UserError(
+            f"reducer={cfg.reducer} is an optimizer by itself, whose signs optimizer={optimizer} cannot take; leave "
+            "one of them out"
+        )
+
+
+def _is_demo(cfg: ReducerConfig) -> bool:
+    return cfg.reducer.partition(":")[0] == "demo"

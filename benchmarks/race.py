@@ -1,0 +1,471 @@
+"""A race to a loss: recipes of ours, and nanochat's own trainer, on the same rows of the same text.
+
+    python -m benchmarks.race --out F                               the cases below, a minute of an H200 each
+    python -m benchmarks.race --out F --runs "muon bf16@lr=2e-3" "adamw bf16@lr=1e-3,seed=1" --steps 100
+    python -m benchmarks.race --out F --peers PEERS --runs nanochat     PEERS/nanochat: its repository
+    python -m benchmarks.race --out F --toy                         all of it on a CPU, in miniature
+
+A run is a recipe with its own settings: model, rules, hooks, optimizer and schedule are those that
+`shoestring run RECIPE ...` makes. Its loop is called here, so that it is timed: it compiles, takes three steps, begins
+again from its first weights and waits for the lock on F/gpu.lock; one run trains while the next ones compile. Seconds
+are those of training: without compilation and without validation, which is the same 4 batches for all, every 25 steps.
+nanochat runs from its own scripts/base_train.py: its model, optimizer and schedule; its text reader and its validation
+are replaced by ours, and so are modules that a bare machine lacks (wandb, rustbpe) and a run does not use. Its first
+ten steps, in which it compiles, count as much as its median step, in seconds.
+
+Every run is a line of F/races.jsonl with its curve. At the end each case's best run of each seed is recorded, against
+the final loss of the best `adamw bf16` of this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import importlib
+import json
+import os
+import re
+import runpy
+import statistics
+import subprocess
+import sys
+import time
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.results import markdown, newest, provenance, record
+from shoestring.errors import UserError, as_command
+from shoestring.mesh import Mesh, open_mesh
+from shoestring.methods.sparse24.training import end_dense_phase, sparse_layers, start_dense_phase
+from shoestring.model import Decoder, ModelSpec
+from shoestring.model.parallel import ParallelConfig, init_weights, materialize, parallelize
+from shoestring.recipes.find import load_recipe, resolve_config
+from shoestring.recipes.train import dense
+from shoestring.runlog import append_jsonl, read_jsonl
+from shoestring.train.data import TokenData
+from shoestring.train.gradients import clip_gradients
+from shoestring.train.muon import ROUNDS, orthogonalize
+from shoestring.train.objectives import CrossEntropy
+from shoestring.train.optim import constant
+from shoestring.train.pretraining import validation_data
+from shoestring.train.reducers.build import OPTIMIZERS
+from shoestring.train.shards import Corpus, CorpusConfig, load_corpus
+from shoestring.train.step import Micro, Objective, PlainForwardBackward, Run
+from shoestring.train.trainer import train
+
+BASELINE = "adamw bf16"
+OLD = ["train/dense", "size=base", "optimizer=adamw", "schedule=cosine", "warmup=50", "lr=1e-3"]
+NEW = ["train/speedrun"]
+SPARSE = ["size=base", "qk_norm=true", "tied=false", "init=zero", "optimizer=muon", "lr=3e-3", "weight_decay=0",
+          "schedule=wsd", "cooldown=0.6", "warmup=0"]  # fmt: skip
+CASES: dict[str, list[str]] = {
+    BASELINE: OLD,
+    "muon bf16": NEW,
+    "half width": [*NEW, "d_ff=1024"],
+    "muon fp8": [*NEW, "precision=fp8"],
+    "adamw fp8": [*OLD, "precision=fp8"],
+    "fst": ["train/sparse24_fst", *SPARSE],
+    "s-ste fp8": ["train/sparse24_sste", *SPARSE, "precision=fp8"],
+    "2:4 activations": [*NEW, "act=relu2", "format=relu2"],
+    "nanochat": [],
+    # The recipe without one of its parts.
+    "no muon": [*NEW, "optimizer=adamw", "warmup=50", "lr=1e-3"],
+    "no qk-norm": [*NEW, "qk_norm=false"],
+    "gpt2's weights": [*NEW, "init=gpt2"],
+    "tied head": [*NEW, "tied=true"],
+    "cosine": [*NEW, "schedule=cosine"],
+}
+USUAL = [BASELINE, "muon bf16", "nanochat", "half width", "muon fp8", "fst"]
+BATCH, CONTEXT, VOCAB, EVERY, WARM = 64, 1024, 8192, 25, 3
+TOY = ["size=tiny", "d_model=64", "num_layers=2", "compile=off"]
+TOY_BATCH, TOY_CONTEXT, TOY_VOCAB = 4, 64, 512
+
+
+def corpus_settings(toy: bool) -> list[str]:
+    return [f"vocab_size={TOY_VOCAB if toy else VOCAB}", "data=python", f"max_mb={'2' if toy else 'none'}"]
+
+
+def settings_of(run: dict[str, Any]) -> list[str]:
+    """The recipe and its settings; later ones win."""
+    toy, case = run["toy"], CASES[run["case"]]
+    rows = [f"batch={TOY_BATCH if toy else BATCH}", f"context={TOY_CONTEXT if toy else CONTEXT}"]
+    own = [*rows, *corpus_settings(toy), f"steps={run['steps']}", "compile=whole", "save_every=0", *case[1:]]
+    own += [*(TOY if toy else []), *run["settings"], f"run={run['out']}/runs/{os.getpid()}"]
+    return [case[0], *(f"{key}={value}" for key, value in dict(s.split("=", 1) for s in own).items())]
+
+
+# -- one run ---------------------------------------------------------------------------------------------------
+
+
+class Watch:
+    """For `train(evaluate=...)`: the curve, and seconds without those of the evaluations."""
+
+    def __init__(self, evaluate: Callable[[Run], dict[str, float]], tokens: int) -> None:
+        self.evaluate, self.tokens, self.curve = evaluate, tokens, []  # type: ignore[var-annotated]
+        self.seconds, self.began = 0.0, now()
+
+    def __call__(self, run: Run) -> dict[str, float]:
+        self.seconds += now() - self.began
+        found = self.evaluate(run)
+        self.curve.append([run.step * self.tokens, round(self.seconds, 3), round(found["val_loss"], 5)])
+        self.began = now()
+        return found
+
+
+def now() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+@contextmanager
+def turn(run: dict[str, Any], step_seconds: float) -> Iterator[None]:
+    """The GPU for this run alone; UserError where its time would not be enough."""
+    with Path(run["out"], "gpu.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        left, needed = run["until"] - time.time(), run["steps"] * step_seconds * 1.1
+        if needed > left:
+            raise UserError(f"{run['name']} needs {needed:.0f} s and {left:.0f} s are left; it is left out")
+        yield
+
+
+def race_ours(run: dict[str, Any]) -> dict[str, Any]:
+    recipe_name, *settings = settings_of(run)
+    recipe = load_recipe(recipe_name)
+    finished: dict[str, Any] = {}
+
+    def timed(raced: Run, data: TokenData, objective: Objective, **options: Any) -> Run:
+        step_seconds = warm_up(raced, data, objective, options)
+        watch_from = options.pop("evaluate")
+        options |= {"checkpointer": None, "log_every": 50, "eval_every": run["every"]}
+        with turn(run, step_seconds):
+            watch = Watch(watch_from, data.tokens_per_step)
+            train(raced, data, objective, evaluate=watch, **options)
+        assert isinstance(raced.model, Decoder)
+        spec = raced.model.spec
+        finished.update(curve=watch.curve, width=spec.d_model, layers=spec.num_layers, parameters=spec.num_params(),
+                        flops_per_token=spec.flops_per_token(data.context))  # fmt: skip
+        raise Finished
+
+    recipe_config = resolve_config(recipe, settings)
+    dense.train = timed  # type: ignore[assignment]
+    try:
+        recipe.main(recipe_config)
+    except Finished:
+        return {**finished, "lr": recipe_config.lr, "recipe": recipe_name}
+    raise AssertionError("the recipe did not train")
+
+
+class Finished(Exception):
+    """What a recipe does after training is not part of the race."""
+
+
+def warm_up(raced: Run, data: TokenData, objective: Objective, options: dict[str, Any]) -> float:
+    """Compile everything, then give the run its first weights back; seconds of a step."""
+    first = {name: p.detach().clone() for name, p in raced.model.named_parameters()}
+    plain = {key: options[key] for key in ("reducer", "clip", "forward_backward") if key in options}
+
+    def steps(count: int) -> float:
+        began, raced.step = now(), 0
+        train(raced, data, objective, steps=count, schedule=constant(1e-6), log_every=count, **plain)
+        return (now() - began) / count
+
+    steps(1)
+    if sparse_layers(raced.model, dense_phase=True):
+        dense_at_first = not sparse_layers(raced.model)
+        (end_dense_phase if dense_at_first else start_dense_phase)(raced.model)
+        steps(1)
+        (start_dense_phase if dense_at_first else end_dense_phase)(raced.model)
+    options["evaluate"](raced)
+    steps(1)  # compiled again where the evaluation changed what is expected
+    step_seconds = steps(WARM)
+    with torch.no_grad():
+        for name, p in raced.model.named_parameters():
+            p.copy_(first[name])
+    raced.optimizer.state.clear()
+    raced.step = 0
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # for those that compile
+        torch.cuda.reset_peak_memory_stats()
+    return step_seconds
+
+
+# -- nanochat ----------------------------------------------------------------------------------------------------
+
+
+def race_nanochat(run: dict[str, Any]) -> dict[str, Any]:
+    """Its scripts/base_train.py, in this process."""
+    root = Path(run["peers"], "nanochat").resolve()
+    if not (root / "scripts" / "base_train.py").is_file():
+        raise UserError(f"{root} has no scripts/base_train.py; give --peers FOLDER with nanochat's repository in it")
+    toy = run["toy"]
+    corpus = corpus_of(toy)
+    batch, context = (TOY_BATCH, TOY_CONTEXT) if toy else (BATCH, CONTEXT)
+    seed = int(dict(s.split("=") for s in run["settings"]).get("seed", 0))
+    data = TokenData(corpus.train, context=context, batch=batch, seed=seed)
+    held_out = validation_data(corpus, open_mesh(), context=context, batch=batch, micro=None)
+    assert held_out is not None
+    printed: list[str] = []
+    opened: list[Any] = []
+    losses: list[tuple[int, float]] = []
+
+    def rows(of: TokenData, device: Any, *, train: bool) -> Iterator[Any]:
+        for step in range(10**9):
+            if train and step == WARM:  # it has compiled
+                opened.append(turn(run, 0.1))
+                opened[0].__enter__()
+            micro = of.step(step)[0]
+            yield micro.tokens_BT.to(device), micro.targets_BT.to(device), {"epoch": 1, "pq_idx": 0, "rg_idx": step}
+
+    @torch.no_grad()
+    def evaluate(model: Any, batches: Any, steps: int, token_bytes: Any) -> float:
+        found = [model(x, y) for x, y, _ in (next(batches) for _ in range(4))]
+        loss = float(torch.stack(found).mean())
+        losses.append((len(losses) * run["every"], loss))
+        return loss
+
+    def loader(tokenizer: Any, rows_: int, length: int, split: str, device: Any, **_: Any) -> Iterator[Any]:
+        return rows(data if split == "train" else held_out, device, train=split == "train")
+
+    tokenizer = types.SimpleNamespace(get_vocab_size=lambda: corpus.tokenizer.vocab_size)
+    stand_in("wandb")
+    stand_in("scripts.base_eval", evaluate_core=None)
+    stand_in("nanochat.engine", Engine=None)
+    stand_in("nanochat.tokenizer", get_tokenizer=lambda: tokenizer, get_token_bytes=lambda device: None)
+    stand_in("nanochat.checkpoint_manager", save_checkpoint=lambda *a, **k: None, load_checkpoint=None)
+    stand_in("nanochat.loss_eval", evaluate_bpb=evaluate)
+    stand_in(
+        "nanochat.dataloader",
+        tokenizing_distributed_data_loader_bos_bestfit=loader,
+        tokenizing_distributed_data_loader_with_state_bos_bestfit=loader,
+    )
+    sys.path.insert(0, str(root))
+    common = vars(importlib.import_module("nanochat.common"))
+    common["print0"] = lambda text="", **_: printed.append(str(text))
+    shape = ["--depth=2", "--head-dim=32"] if toy else ["--depth=12"]
+    given = [f"--{s}" for s in run["settings"] if not s.startswith("seed=")]
+    sys.argv = ["base_train", *shape, f"--max-seq-len={context}", "--window-pattern=L",
+                f"--num-iterations={run['steps']}", f"--device-batch-size={batch}",
+                f"--total-batch-size={batch * context}", f"--eval-every={run['every']}", "--core-metric-every=-1",
+                "--sample-every=-1", "--save-every=-1", *given]  # fmt: skip
+    torch.manual_seed(seed)
+    runpy.run_path(str(root / "scripts" / "base_train.py"), run_name="__main__")
+    for held in opened:
+        held.__exit__(None, None, None)
+    took = [float(m[1]) / 1000 for text in printed if (m := re.search(r"\bdt: ([\d.]+)ms", text))]
+    usual = statistics.median(took)
+    seconds = [0.0]
+    for step, one in enumerate(took):
+        seconds.append(seconds[-1] + (usual if step < 10 else one))
+    curve = [[s * batch * context, round(seconds[s], 3), round(loss, 5)] for s, loss in losses if s]
+    counts = next(text for text in printed if text.startswith("total "))
+    parameters = int(counts.split(":")[1].replace(",", ""))
+    return {"curve": curve, "width": 768, "layers": 12, "lr": 0.02, "recipe": "base_train", "parameters": parameters}
+
+
+def stand_in(name: str, **contents: Any) -> None:
+    module = types.ModuleType(name)
+    module.__dict__.update(contents)
+    sys.modules[name] = module
+
+
+def corpus_of(toy: bool) -> Corpus:
+    keys = dict(s.split("=") for s in corpus_settings(toy))
+    return load_corpus(CorpusConfig(keys["data"], 2.0 if toy else None, vocab_size=int(keys["vocab_size"])))
+
+
+# -- all runs ----------------------------------------------------------------------------------------------------
+
+
+def parse_run(text: str, args: argparse.Namespace) -> dict[str, Any]:
+    case, _, settings = text.partition("@")
+    if case not in CASES:
+        raise UserError(f"{case!r} is no case; they are {', '.join(CASES)}")
+    return {"case": case, "name": text, "settings": [s for s in settings.split(",") if s], "steps": args.steps,
+            "toy": args.toy, "out": str(args.out.resolve()), "peers": str(args.peers), "every": args.every,
+            "until": time.time() + args.seconds}  # fmt: skip
+
+
+def start(run: dict[str, Any]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-m", "benchmarks.race", "--worker", json.dumps(run)])
+
+
+def race_all(runs: list[dict[str, Any]], ahead: int) -> None:
+    """At most `ahead` of them compile beside the one that trains, in the order given."""
+    going: list[subprocess.Popen[bytes]] = []
+    waiting = list(runs)
+    while waiting or going:
+        going = [p for p in going if p.poll() is None]
+        if waiting and len(going) <= ahead and time.time() < runs[0]["until"]:
+            going.append(start(waiting.pop(0)))
+        elif time.time() >= runs[0]["until"]:
+            waiting = []
+        time.sleep(0.2)
+
+
+def work(run: dict[str, Any]) -> None:
+    torch.set_float32_matmul_precision("high")
+    found = race_nanochat(run) if run["case"] == "nanochat" else race_ours(run)
+    tokens, seconds, loss = found["curve"][-1]
+    line = {key: run[key] for key in ("case", "name", "settings", "steps")} | found
+    line |= {"seed": int(dict(s.split("=") for s in run["settings"]).get("seed", 0)), "final_loss": loss}
+    line |= {"tokens_per_s": round(tokens / seconds), "peak_gib": round(peak_gib(), 2)}
+    append_jsonl(Path(run["out"], "races.jsonl"), line)
+    print(f"{run['name']:40} {loss:.4f} after {tokens / 1e6:.1f}M tokens, {seconds:.1f} s", flush=True)
+
+
+def peak_gib() -> float:
+    return torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
+
+
+# -- the optimizer's share of a step -----------------------------------------------------------------------------
+
+
+def optimizer_share(width: int, batch: int, *, layers: int = 4) -> None:
+    """Seconds of a step and of its optimizer, at the usual FFN of four times the width; one GPU."""
+    device = torch.device("cuda", 0)
+    heads = width // 128
+    spec = ModelSpec(VOCAB, width, layers, heads, heads, 128, 4 * width, CONTEXT, model_type="qwen3", qk_norm=True,
+                     norm_eps=1e-6, tied=False)  # fmt: skip
+    with torch.device("meta"):
+        model = Decoder(spec)
+    parallelize(model, Mesh(0, 1, device), ParallelConfig(compile="blocks", compute_dtype=torch.bfloat16))
+    materialize(model, device)
+    init_weights(model, 0)
+    stream = torch.randint(0, VOCAB, (16, CONTEXT + 1), device=device)
+    micros = [Micro(stream[:, :-1], stream[:, 1:], stream[:, 1:], 16 * CONTEXT)] * (batch // 16)
+    config = {"width": width, "layers": layers, "batch": batch}
+    for name, make in OPTIMIZERS.items():
+        optimizer = make(model, lr=1e-6)
+        passes, moves = [], []
+        for _ in range(6):
+            began = now()
+            PlainForwardBackward()(model, CrossEntropy(), micros, float(batch * CONTEXT))
+            clip_gradients(model.parameters(), 1.0)
+            passed = now()
+            optimizer.step()
+            passes.append(passed - began)
+            moves.append(now() - passed)
+            optimizer.zero_grad()
+        share = statistics.median(moves) / (statistics.median(moves) + statistics.median(passes))
+        print(f"width {width}, {batch * CONTEXT:,} tokens: {name} {statistics.median(moves) * 1000:.2f} ms, "
+              f"{share:.1%} of a step", flush=True)  # fmt: skip
+        record(bench="race", case=f"{name} bf16", metric="optimizer_share", unit="of a step", samples=[share],
+               config=config, note=f"{statistics.median(moves) * 1000:.2f} ms")  # fmt: skip
+    x = torch.randn(layers * 2, width, 4 * width, device=device, dtype=torch.bfloat16)
+    for name, call in (("eager", orthogonalize), ("compiled", torch.compile(orthogonalize, dynamic=False))):
+        call(x)
+        began = now()
+        for _ in range(5):
+            call(x)
+        took = (now() - began) / 5
+        products = ROUNDS * (2 * x.numel() * width * 2 + 2 * width**3 * len(x))
+        print(f"orthogonalize {list(x.shape)} {name}: {took * 1000:.2f} ms, {products / took / 1e12:.0f} TFLOP/s")
+
+
+# -- results -----------------------------------------------------------------------------------------------------
+
+
+def reached(curve: list[list[float]], loss: float) -> tuple[float, float] | None:
+    """(tokens, seconds) at which the curve crosses `loss`, on straight lines between its points."""
+    for before, after in zip([None, *curve], curve, strict=False):
+        if after[2] <= loss:
+            if before is None or before[2] <= after[2]:
+                return after[0], after[1]
+            part = (before[2] - loss) / (before[2] - after[2])
+            return before[0] + part * (after[0] - before[0]), before[1] + part * (after[1] - before[1])
+    return None
+
+
+def best(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of every case and seed, the run of the lowest final loss among those with the most steps."""
+    found: dict[Any, dict[str, Any]] = {}
+    for line in lines:
+        key = line["case"], line["seed"]
+        if key not in found or (-line["steps"], line["final_loss"]) < (-found[key]["steps"], found[key]["final_loss"]):
+            found[key] = line
+    return list(found.values())
+
+
+def record_races(lines: list[dict[str, Any]]) -> None:
+    raced = best(lines)
+    bases = [line for line in raced if line["case"] == BASELINE]
+    base = min(bases, key=lambda line: line["final_loss"]) if bases else None
+    for line in raced:
+        config = {key: line[key] for key in ("width", "layers", "seed", "lr", "steps")}
+        shared: dict[str, Any] = {"bench": "race", "case": line["case"], "config": config}
+        note = f"{line['recipe']} {' '.join(line['settings'])}, {line['tokens_per_s']:,} tokens/s, "
+        note += f"{line['parameters'] / 1e6:.0f}M parameters, peak {line['peak_gib']:.1f} GiB"
+        loss = {"baseline_value": base["final_loss"], "ratio": base["final_loss"] / line["final_loss"]} if base else {}
+        record(**shared, metric="final_loss", unit="nats/token", samples=[line["final_loss"]], note=note,
+               baseline=BASELINE if base else "", **loss)  # fmt: skip
+        passed = base and reached(line["curve"], base["final_loss"])
+        if base and passed:
+            for i, (metric, unit) in enumerate((("tokens_to_loss", "tokens"), ("seconds_to_loss", "s"))):
+                record(**shared, metric=metric, unit=unit, samples=[round(passed[i], 2)], baseline=BASELINE,
+                       baseline_value=base["curve"][-1][i], ratio=base["curve"][-1][i] / passed[i])  # fmt: skip
+
+
+def table() -> str:
+    """Of every case and seed."""
+    lines = newest("race")
+    rows: dict[str, dict[str, dict[str, Any]]] = {}
+    for line in lines:
+        rows.setdefault(json.dumps([line["case"], line["config"]]), {})[line["metric"]] = line
+    cells = []
+    for of in rows.values():
+        line, config = of["final_loss"], of["final_loss"]["config"]
+        row = [line["case"], str(config["seed"]), f"{config['lr']:g}", f"{line['value']:.3f}"]
+        for metric, digits in (("tokens_to_loss", "{:.1f}M"), ("seconds_to_loss", "{:.1f}")):
+            at = of.get(metric)
+            scale = 1e6 if metric.startswith("tokens") else 1
+            row += ["-", "-"] if at is None else [digits.format(at["value"] / scale), f"{1 / at['ratio']:.2f}"]
+        cells.append([*row, line["note"].split(", ", 1)[1].split(", peak")[0] if line["note"] else ""])
+    header = ["case", "seed", "rate", "final loss", "tokens to the loss of adamw bf16", "of its", "seconds", "of its"]
+    return markdown([*header, "speed and size"], cells) + provenance(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="folder for races.jsonl")
+    parser.add_argument("--runs", nargs="*", default=USUAL, help="CASE or CASE@key=value,key=value")
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--every", type=int, default=EVERY, help="steps between validations")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="no run begins that would end later")
+    parser.add_argument("--ahead", type=int, default=2, help="runs that compile while another one trains")
+    parser.add_argument("--peers", type=Path, default=Path("peers"))
+    parser.add_argument("--toy", action="store_true")
+    parser.add_argument("--no-record", action="store_true", help="only races.jsonl, for trials")
+    parser.add_argument("--share", action="store_true", help="the optimizer's share of a step, first")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        return work(json.loads(args.worker))
+    if args.share:
+        for width, batch in ((2048, 64), (2048, 512), (768, 64)):
+            optimizer_share(width, batch)
+    if args.out is None:
+        raise UserError("--out FOLDER is missing: the place of races.jsonl")
+    (args.out / "runs").mkdir(parents=True, exist_ok=True)
+    runs = [parse_run(text, args) for text in args.runs]
+    began = time.time()
+    corpus = corpus_of(args.toy)
+    print(f"{len(corpus.train) / 1e6:.1f}M tokens in {time.time() - began:.0f} s", flush=True)
+    race_all(runs, args.ahead)
+    lines = read_jsonl(args.out / "races.jsonl")
+    if not args.no_record:
+        record_races(lines)
+    for line in sorted(lines, key=lambda line: line["final_loss"]):
+        half = line["curve"][len(line["curve"]) // 2 - 1]
+        print(f"{line['name']:44} {line['final_loss']:.4f}  {half[2]:.4f} at half  {line['curve'][-1][1]:6.1f} s  "
+              f"{line['tokens_per_s']:8,} tokens/s  {line['peak_gib']:.1f} GiB")  # fmt: skip
+    return None
+
+
+if __name__ == "__main__":
+    as_command(main)
