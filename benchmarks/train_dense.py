@@ -1,6 +1,10 @@
 """Our trainer against a bare torch.compile loop of the same model, on one GPU.
 
     python -m benchmarks.train_dense            about 6 minutes on an H200
+    python -m benchmarks.train_dense --mfu --compile blocks     our trainer alone, a minute: model FLOP utilization
+
+`mfu` is ModelSpec.flops_per_token times tokens a second, as a part of the 790 TFLOP/s that bf16 products reach on an
+H200. Recomputation counts as nothing.
 
 The bare loop is what a careful user would write: the whole model and F.cross_entropy under one torch.compile, rows
 already on the GPU, bf16 compute with fp32 masters, clip_grad_norm_, fused AdamW. Both train the same parameters in turn
@@ -54,8 +58,12 @@ CASES: dict[str, tuple[ModelSpec, int, int]] = {
     "GPT-2 124M": (gpt2(768, 12, 12), 32, 1024),
     "GPT-2 774M": (gpt2(1280, 36, 20), 16, 1024),
     "Llama 1B": (llama(2048, 16, 32, 8, 8192, tied=True), 8, 2048),
+    "Llama 3B": (llama(3072, 28, 24, 8, 8192, tied=True), 8, 2048),
     "Llama 8B, 4 layers": (llama(4096, 4, 32, 8, 14336, tied=False), 8, 2048),
 }
+
+MFU_CASES = ("GPT-2 124M", "GPT-2 774M", "Llama 1B", "Llama 3B")
+PEAK_FLOPS = 790e12  # of bf16 products, measured
 
 
 class FixedData:
@@ -146,6 +154,34 @@ def loss_gap(ours: Decoder, bare: Decoder, micro: Micro) -> float:
     return abs(float(chunked / plain) - 1)
 
 
+def random_micro(spec: ModelSpec, rows: int, context: int) -> Micro:
+    stream = torch.randint(0, spec.vocab_size, (rows, context + 1), generator=torch.Generator().manual_seed(0))
+    return Micro(stream[:, :-1].contiguous(), stream[:, 1:].contiguous(), torch.zeros(rows, context, dtype=torch.int64))
+
+
+def record_mfu(spec: ModelSpec, context: int, samples: list[float], config: dict[str, Any], gib: float) -> float:
+    """`samples`: tokens/s of our trainer."""
+    shares = [tokens * spec.flops_per_token(context) / PEAK_FLOPS for tokens in samples]
+    record(bench="train_dense", case="shoestring", metric="mfu", unit="of 790 TFLOP/s", samples=shares, config=config,
+           note=f"{statistics.median(samples):,.0f} tokens/s; peak memory {gib:.2f} GiB")  # fmt: skip
+    return statistics.median(shares)
+
+
+def run_mfu(name: str, compile: CompileMode, repeats: int) -> None:
+    spec, rows, context = CASES[name]
+    mesh = Mesh(0, 1, torch.device("cuda", 0))
+    model = build(spec, mesh.device)
+    parallelize(model, mesh, ParallelConfig(compile=compile, compute_dtype=torch.bfloat16))
+    loop = our_loop(model, adamw(model, lr=1e-5), random_micro(spec, rows, context), mesh, CrossEntropy())
+    loop(3)
+    samples = [rows * context / seconds(loop, 4) for _ in range(repeats)]
+    gib = peak_gib(loop)
+    config = {"model": name, "d_model": spec.d_model, "batch": rows, "context": context, "vocab": spec.vocab_size,
+              "compile": compile}  # fmt: skip
+    share = record_mfu(spec, context, samples, config, gib)
+    print(f"{name:20} {statistics.median(samples):9.0f} tokens/s  mfu {share:.3f}  {gib:.1f} GiB", flush=True)
+
+
 def run_case(name: str, compile: CompileMode, repeats: int, budget_s: float) -> dict[str, Any]:
     spec, rows, context = CASES[name]
     mesh = Mesh(0, 1, torch.device("cuda", 0))
@@ -155,11 +191,7 @@ def run_case(name: str, compile: CompileMode, repeats: int, budget_s: float) -> 
     share_parameters(bare_model, our_model)
     parallelize(our_model, mesh, ParallelConfig(compile=compile, compute_dtype=torch.bfloat16))
     optimizer = adamw(bare_model, lr=1e-5)
-    stream = torch.randint(0, spec.vocab_size, (rows, context + 1), generator=torch.Generator().manual_seed(0))
-    micro = Micro(
-        stream[:, :-1].contiguous(), stream[:, 1:].contiguous(), torch.zeros(rows, context, dtype=torch.int64)
-    )
-
+    micro = random_micro(spec, rows, context)
     bare = bare_loop(bare_model, optimizer, micro)
     ours = our_loop(our_model, optimizer, micro, mesh, CrossEntropy())
     plain = our_loop(our_model, optimizer, micro, mesh, CrossEntropy(chunk=None))
@@ -172,7 +204,6 @@ def run_case(name: str, compile: CompileMode, repeats: int, budget_s: float) -> 
 
     tokens = rows * context
     ratio = statistics.median(a / b for a, b in pairs)
-    flops = spec.flops_per_token(context)
     config = {"model": name, "d_model": spec.d_model, "batch": rows, "context": context, "vocab": spec.vocab_size,
               "compile": compile}  # fmt: skip
     samples = {"shoestring": [tokens / b for _, b in pairs], "bare torch.compile loop": [tokens / a for a, _ in pairs]}
@@ -189,8 +220,7 @@ def run_case(name: str, compile: CompileMode, repeats: int, budget_s: float) -> 
             ratio=ratio if ours_row else 1.0,
             quality={"relative_loss_gap": float(f"{gap:.2g}")} if ours_row else {},
             config=config,
-            note=f"MFU {statistics.median(values) * flops / 989e12:.3f} of 989 TFLOP/s; "
-            f"peak memory {memory['ours' if ours_row else 'bare loop']:.2f} GiB"
+            note=f"peak memory {memory['ours' if ours_row else 'bare loop']:.2f} GiB"
             + (f" (plain loss {memory['ours, plain loss']:.2f} GiB)" if ours_row else "")
             + f"; {count} steps x {repeats} interleaved repeats",
         )
@@ -205,6 +235,7 @@ def run_case(name: str, compile: CompileMode, repeats: int, budget_s: float) -> 
             ratio=memory["ours, plain loss"] / memory["ours"] if ours_row else None,
             config=config,
         )
+    record_mfu(spec, context, samples["shoestring"], config, memory["ours"])
     return {
         "name": name,
         "ratio": ratio,
@@ -241,18 +272,40 @@ def table() -> str:
     return markdown(header, rows) + provenance(shown)
 
 
+def mfu() -> str:
+    """A table of model FLOP utilization."""
+    lines = [line for line in newest("train_dense") if line["metric"] == "mfu"]
+    rows = [
+        [
+            f"{c['model']}, {c['batch']}x{c['context']}",
+            c["compile"],
+            f"{line['value']:.2f}",
+            *line["note"].split("; peak memory "),
+        ]
+        for line in lines
+        for c in [line["config"]]
+    ]
+    return markdown(["model, batch", "compiled", "MFU", "speed", "peak memory"], rows) + provenance(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES))
     parser.add_argument("--compile", default="whole", choices=["blocks", "whole"])
     parser.add_argument("--repeats", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=24.0, help="timed seconds per case, both loops together")
+    parser.add_argument("--mfu", action="store_true", help="our trainer alone, AdamW")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("this bench compares GPU training loops and needs a CUDA GPU")
     torch.set_float32_matmul_precision("high")
     rows = []
-    for name in args.cases:
+    for name in MFU_CASES if args.mfu else ():
+        run_mfu(name, args.compile, args.repeats)
+        torch._dynamo.reset()
+        gc.collect()
+        torch.cuda.empty_cache()
+    for name in () if args.mfu else args.cases:
         rows.append(run_case(name, args.compile, args.repeats, args.seconds))
         torch._dynamo.reset()
         gc.collect()

@@ -445,6 +445,9 @@ def test_speedrun_makes_a_qwen3_with_muon(cli: Callable[..., str], corpus: Path,
         "run", "train/speedrun", f"resume={run}", "optimizer=adamw", "steps=3", fails=True
     )
     cli("run", "train/speedrun", f"resume={run}", "steps=3")
+    out = cli("report", run, run, "--out", tmp_path / "both")
+    assert "last validation loss" in out and "Loss against tokens" in (tmp_path / "both" / "report.html").read_text()
+    assert "no training run" in cli("report", tmp_path, fails=True)
     for setting, said in {"optimizer=lion": "adamw, muon", "cooldown=2": "0 to 1"}.items():
         assert said in cli("run", "train/speedrun", *argv, setting, fails=True)
     assert "choose another size" in cli("run", "train/speedrun", "size=gpt2-124m", fails=True)

@@ -18,6 +18,7 @@ from html import escape
 from pathlib import Path
 from typing import Any, Protocol
 
+from shoestring.errors import UserError
 from shoestring.runlog import lineage, read_config, read_evals, read_jsonl, read_metrics, versions, write_atomically
 
 WIDTH, HEIGHT = 720, 320
@@ -260,6 +261,34 @@ def run_sections(folder: Path) -> list[Section]:
         Table("All settings", ["setting", "value"], [[k, str(v)] for k, v in settings.items()], folded=True),
         Table("Versions", ["package", "version"], [[k, str(v)] for k, v in ran.items()], folded=True),
     ]
+
+
+def comparison_sections(folders: Sequence[Path]) -> list[Section]:
+    """Loss of several training runs against seconds and tokens. Seconds are those of training: without validation and
+    checkpoints, compilation in the first line's."""
+    series: dict[str, list[Series]] = {"seconds of training": [], "tokens": []}
+    cells: list[list[Any]] = []
+    for folder in folders:
+        config = read_config(folder).get("config", {})
+        per_step = config.get("batch", 0) * config.get("context", 0)
+        rows = [row for row in read_metrics(folder / "metrics.jsonl") if row.get("tokens_per_s")]
+        if not per_step or not rows:
+            raise UserError(
+                f"{folder} is no training run with lines of metrics; give folders of `shoestring run train/...`"
+            )
+        last, seconds, at = 0, 0.0, []
+        for row in rows:
+            seconds += (row["step"] - last) * per_step / row["tokens_per_s"]
+            last = row["step"]
+            at.append(seconds)
+        losses = [row["loss"] for row in rows]
+        series["seconds of training"].append(Series(folder.name, at, losses))
+        series["tokens"].append(Series(folder.name, [row["step"] * per_step for row in rows], losses))
+        held_out = [row["val_loss"] for row in read_metrics(folder / "metrics.jsonl") if row.get("val_loss")]
+        cells.append([str(folder), last * per_step, seconds, losses[-1], held_out[-1] if held_out else None])
+    header = ["run", "tokens", "seconds", "last loss", "last validation loss"]
+    curves = [Curves(f"Loss against {x}", one, x, "loss (nats per token)") for x, one in series.items()]
+    return [*curves, Table("Runs", header, cells)]
 
 
 def starts_table(events: list[dict[str, Any]]) -> Table:

@@ -266,6 +266,22 @@ def inspect(
 
 
 @app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Folders of training runs.")],
+    out: Annotated[Path, typer.Option(help="The folder that report.html is written to.")] = Path(),
+) -> None:
+    """Loss of several training runs against seconds and against tokens, in one page."""
+    from shoestring.report import Table, comparison_sections, write_report
+
+    sections = comparison_sections(runs)
+    for table in sections:
+        if isinstance(table, Table):
+            table.print()
+    out.mkdir(parents=True, exist_ok=True)
+    print(write_report(out, "Runs side by side", sections))
+
+
+@app.command()
 def export(
     model: ModelArgument,
     out: Annotated[

@@ -57,6 +57,10 @@ def test_masked_decay_pulls_masked_weights_only() -> None:
     assert torch.equal(layer.weight.grad, torch.where(mask, 1.0, 1.0 + 0.5 * w))
     MaskedDecay(lambda step: 2.0 * step).before_step(run)  # step 0: nothing
     assert torch.equal(layer.weight.grad, torch.where(mask, 1.0, 1.0 + 0.5 * w))
+    before, grad = w.clone(), layer.weight.grad.clone()
+    MaskedDecay(0.5, on="weight").before_step(run)  # lr=0.1, past the optimizer
+    assert torch.allclose(layer.weight, torch.where(mask, before, 0.95 * before))
+    assert torch.equal(layer.weight.grad, grad)
 
 
 def test_masks_are_refreshed_when_due_and_the_change_is_logged() -> None:

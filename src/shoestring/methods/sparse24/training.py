@@ -21,7 +21,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -45,6 +45,7 @@ from shoestring.train.step import Hook, PassCounter, Run
 
 # Distance between the token positions of two ranks where tokens_per_step is not given.
 FAR = 1 << 24
+PULL_OF_WEIGHT = 3.0  # what stands for |gradient| / |weight| where masked decay acts on weights
 LEAST = 0.01  # smallest decay that FlipController sets, as a part of its first strength
 TORCH_FOR_RANKS = (2, 12)  # the first version that shards masks and row numbers (integer Parameters)
 
@@ -219,21 +220,31 @@ class MaskedDecay(Hook):
     """grad += strength * W * (1 - M), after the clip and before the optimizer (FST, eq. 10; SR-STE).
 
     On the gradient, not on the weight: Adam divides by the gradient's size, so weights with small gradients, whose
-    flips are noise, are pulled harder.
+    flips are noise, are pulled harder. Muon makes all directions of a matrix equally long, the pull with them:
+    `on="weight"` is decoupled decay instead, W -= lr * strength * W * (1 - M).
     """
 
-    def __init__(self, strength: float | Callable[[int], float]) -> None:
-        self.strength = strength
+    def __init__(
+        self, strength: float | Callable[[int], float], on: Literal["gradient", "weight"] = "gradient"
+    ) -> None:
+        self.strength, self.on = strength, on
 
     @torch.no_grad()
     def before_step(self, run: Run) -> None:
         strength = self.strength(run.step) if callable(self.strength) else self.strength
         if not strength:
             return
+        rates = {id(p): group["lr"] for group in run.optimizer.param_groups for p in group["params"]}
         for layer in sparse_layers(run.model):
             weight = layer.linear.weight
-            if weight.grad is not None:
+            if self.on == "weight":
+                masked_decay_(local(weight), local(weight), layer.mask(), -rates[id(weight)] * strength)
+            elif weight.grad is not None:
                 masked_decay_(local(weight.grad), local(weight), layer.mask(), strength)
+
+    def first_strength(self, run: Run, share: float) -> float:
+        """Where a controller begins: the pull is `share` of the gradient, or so much of the weight in 1 / lr steps."""
+        return share * (gradient_ratio(sparse_layers(run.model)) if self.on == "gradient" else PULL_OF_WEIGHT)
 
 
 class DenseStart(Hook):
@@ -401,7 +412,7 @@ class FlipController(Hook):
 
     def before_step(self, run: Run) -> None:
         if run.step >= self.probe and self.decay.strength == 0.0:
-            self.decay.strength = self.first = self.start * gradient_ratio(sparse_layers(run.model))
+            self.decay.strength = self.first = self.decay.first_strength(run, self.start)
 
     def after_step(self, run: Run) -> None:
         lr, rate = float(run.optimizer.param_groups[0]["lr"]), self.meter.rate

@@ -70,6 +70,12 @@ class Config(SparseConfig):
     decay: float | None = option(
         None, "masked decay; none: found by the flip-rate controller", least=0, advanced=True, deciding=True
     )
+    decay_on: Literal["gradient", "weight"] = option(
+        "gradient",
+        "where masked decay acts: before the optimizer, so that Muon orthogonalizes it too, or on the weight",
+        advanced=True,
+        deciding=True,
+    )
     probe: int | None = option(
         None, "dense steps at the start; none: the warm-up; 0 only with decay=", least=0, advanced=True
     )
@@ -125,7 +131,7 @@ def pruning(cfg: Config) -> Sparse24:
 
 
 def make_hooks(cfg: Config, model: Decoder, mesh: Mesh, data: TokenData) -> list[Hook]:
-    meter, decay = training.FlipMeter(cfg.flip_every), training.MaskedDecay(cfg.decay or 0.0)
+    meter, decay = training.FlipMeter(cfg.flip_every), training.MaskedDecay(cfg.decay or 0.0, cfg.decay_on)
     refresh = training.MaskRefresh(cfg.refresh, until=cfg.steps)
     hooks: list[Hook] = [tuned_noise_clock(model, data, mesh, seed=cfg.seed, resume=cfg.resume), meter, refresh, decay]
     if cfg.decay is None:
