@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from shoestring.formats import FormatEmbedding, convert, linear, pack, parse_format
+from shoestring.formats import FormatEmbedding, base, convert, pack, parse_format
 from shoestring.formats.linear import all_finite
 from shoestring.model import folder, load_model, save_model
 from shoestring.model.gguf_write import save_gguf
@@ -32,11 +32,19 @@ def test_pieces_of_a_weight_are_the_weight(label: str, monkeypatch: pytest.Monke
     sizes: list[int] = []
     encode = type(whole.format).encode
     monkeypatch.setattr(type(whole.format), "encode", lambda self, w, s: sizes.append(len(w)) or encode(self, w, s))
-    monkeypatch.setattr(linear, "PIECE", 10 * 64)
+    monkeypatch.setattr(base, "PIECE", 10 * 64)
     pieces = packed()
     assert sizes == [10, 10, 10, 7]
     assert all(torch.equal(t, whole.parts()[n]) for n, t in pieces.parts().items())
     assert torch.equal(pieces.decoded, whole.decoded)  # type: ignore[arg-type]
+    format, fake = parse_format(label), type(whole.format).fake
+    state = {n: aux.tensor for n, aux in format.state(weight).items()}
+    monkeypatch.setattr(type(format), "fake", lambda self, w, s: sizes.append(len(w)) or fake(self, w, s))
+    with torch.no_grad():
+        assert torch.equal(format.fake_in_pieces(weight, state), whole.decoded)  # type: ignore[arg-type]
+    assert sizes[4:] == [10, 10, 10, 7]
+    format.fake_in_pieces(weight, state)
+    assert sizes[8:] == [37], "one that may be trained has one gradient"
 
 
 def test_files_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

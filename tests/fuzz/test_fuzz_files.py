@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ from outcomes import Outcome, Tally, lab_seeds, outcome_of_process
 from shoestring.model import chat
 
 FEW, MANY = 11, 300
+FOUND = {"skip sets and drafters": [41224]}  # seeds of the campaigns that showed a defect
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +42,7 @@ def quick_templates() -> Iterator[None]:
     chat._process.close()
 
 
-def campaign(kind: Kind, good: Path, place: Path, seeds: range) -> Tally:
+def campaign(kind: Kind, good: Path, place: Path, seeds: Iterable[int]) -> Tally:
     tally = Tally(f"file: {kind.name}")
     for seed in seeds:
         outcome, case, told = run_case(kind, good, place, seed)
@@ -52,7 +53,7 @@ def campaign(kind: Kind, good: Path, place: Path, seeds: range) -> Tally:
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_good_files_are_read_and_damaged_ones_are_said(kind: Kind, good: dict[str, Path], tmp_path: Path) -> None:
     kind.read(good[kind.name])  # before anything is damaged it works
-    campaign(kind, good[kind.name], tmp_path, range(FEW)).check()
+    campaign(kind, good[kind.name], tmp_path, [*range(FEW), *FOUND.get(kind.name, [])]).check()
 
 
 @pytest.mark.lab

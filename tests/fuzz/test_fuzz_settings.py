@@ -52,6 +52,12 @@ def test_a_file_of_settings_is_read_or_refused(tmp_path: Path) -> None:
     files_all(range(60), tmp_path).check()
 
 
+def test_a_run_whose_name_is_too_long_is_refused(tmp_path: Path) -> None:
+    """The campaign with seed 4 found it: the file system refuses to look."""
+    outcome, _, told = file_case("shrink/lowbit_best", 43585, tmp_path)
+    assert outcome == "clean" and "cannot be read" in told and len(told) < 500
+
+
 @pytest.mark.lab
 def test_many_files_of_settings(tmp_path: Path) -> None:
     tally = files_all(lab_seeds(20 * MANY), tmp_path)

@@ -31,6 +31,8 @@ from shoestring.errors import UserError
 if TYPE_CHECKING:
     from shoestring.formats.linear import FormatLinear
 
+PIECE = 1 << 22  # weights that are encoded or decoded at a time, where rows are independent
+
 Parts = dict[str, Tensor]
 AuxKind = Literal["rows", "trained", "whole", "clock"]
 
@@ -151,7 +153,22 @@ class Format(ABC):
         return parts
 
     def train_linear(self, x: Tensor, w: Tensor, state: Parts, bias: Tensor | None) -> Tensor:
-        return F.linear(x, self.fake(w, state), bias)
+        return F.linear(x, self.fake_in_pieces(w, state), bias)
+
+    def fake_in_pieces(self, w: Tensor, state: Parts) -> Tensor:
+        """`fake`, which takes several times the memory of its weight: of one that is not trained now in pieces."""
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or w.device.type != "cpu":
+            return self.fake(w, state)
+        pieces = self.pieces(w, state)
+        return self.fake(w, state) if len(pieces) == 1 else torch.cat([self.fake(*piece) for piece in pieces])
+
+    def pieces(self, w: Tensor, state: Parts) -> list[tuple[Tensor, Parts]]:
+        """Rows of the weight and of the state that belong together, where every row is by itself."""
+        step = rows_at_a_time(w.shape[1])
+        if not self.row_wise or len(w) <= step:
+            return [(w, state)]
+        cuts = [slice(start, start + step) for start in range(0, len(w), step)]
+        return [(w[cut], {n: t if n in self.whole_parts else t[cut] for n, t in state.items()}) for cut in cuts]
 
     def linear(self, x: Tensor, parts: Parts, bias: Tensor | None) -> Tensor:
         return F.linear(x, self.decode(parts, x.dtype), bias)
@@ -188,3 +205,7 @@ class _StraightThrough(torch.autograd.Function):
 def straight_through(w: Tensor, q: Tensor) -> Tensor:
     """q in the forward pass, identity to w in the backward pass."""
     return _StraightThrough.apply(w, q)
+
+
+def rows_at_a_time(width: int) -> int:
+    return max(1, PIECE // max(1, width))

@@ -19,11 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoestring.errors import UserError
-from shoestring.formats.base import Aux, Format, Parts
+from shoestring.formats.base import Aux, Format, Parts, rows_at_a_time
 from shoestring.formats.dense import Dense
 from shoestring.formats.rounding import cast_weight
 
-PIECE = 1 << 22  # weights that are encoded or decoded at a time, where rows are independent
 DENSE_PHASE = Dense()  # one object for all layers: Formats are compared by identity
 
 
@@ -117,7 +116,7 @@ class FormatHost(nn.Module):
             return self.decoded
         if self.packed:
             return self.format.decode(self.parts(), dtype)
-        return self.format.fake(cast_weight(local(self.weight), dtype), self.format_state())
+        return self.format.fake_in_pieces(cast_weight(local(self.weight), dtype), self.format_state())
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x W^T + bias, in the compute dtype of x."""
@@ -208,14 +207,12 @@ class FormatHost(nn.Module):
 
     def _encode(self, w: Tensor, state: Parts) -> Parts:
         """In pieces where every row is by itself: encoding takes several times the memory of what it encodes."""
-        format, step = self.format, max(1, PIECE // max(1, w.shape[1]))
-        if not format.row_wise or len(w) <= step:
-            return format.encode(w, state)
-        made = []
-        for start in range(0, len(w), step):
-            own = {n: t if n in format.whole_parts else t[start : start + step] for n, t in state.items()}
-            made.append(format.encode(w[start : start + step], own))
-        return {n: t if n in format.whole_parts else torch.cat([m[n] for m in made]) for n, t in made[0].items()}
+        made, tables = [self.format.encode(*piece) for piece in self.format.pieces(w, state)], self.format.whole_parts
+        return (
+            made[0]
+            if len(made) == 1
+            else {n: t if n in tables else torch.cat([m[n] for m in made]) for n, t in made[0].items()}
+        )
 
     def pack(self, dtype: torch.dtype = torch.float32) -> None:
         """Replace weight and state by the stored parts of weight.to(dtype)."""
@@ -237,7 +234,7 @@ class FormatHost(nn.Module):
         if not self.packed:
             return
         num_rows, width = self._local_shape()
-        step = max(1, PIECE // max(1, width))
+        step = rows_at_a_time(width)
         if not self.format.row_wise or num_rows <= step:
             self.decoded = self.format.decode(self.parts(), dtype)
             return

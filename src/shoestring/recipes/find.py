@@ -116,10 +116,14 @@ def resolve_config(recipe: ModuleType, overrides: list[str]) -> Any:
 
 
 def _saved_config(recipe: ModuleType, folder: Path) -> Any:
-    saved = read_config(folder)
+    given = f"resume={shortened(str(folder), 200)}"
+    try:
+        saved = read_config(folder)
+    except OSError as error:  # a name that is too long, no right to look
+        raise UserError(f"{given} cannot be read: {error.strerror}; runs are in runs/") from None
     name, values = saved.get("recipe"), saved.get("config")
     if name is None or not isinstance(values, dict):
-        raise UserError(f"resume={folder} is not a run folder: it has no config.json of a run; runs are in runs/")
+        raise UserError(f"{given} is not a run folder: it has no config.json of a run; runs are in runs/")
     if name != recipe_name(recipe):
         made = shortened(str(name), 80)
         raise UserError(f"resume={folder}: that run was made by {made}; use shoestring run {made} resume={folder}")

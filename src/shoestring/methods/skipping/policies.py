@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from shoestring.errors import UserError
+from shoestring.errors import UserError, shown
 from shoestring.json_files import read_object
 from shoestring.model.folder import LoadedModel
 from shoestring.model.skip import SkipSet, StandIn, Sublayer
@@ -100,7 +100,7 @@ def _adaskip(path: Path, fixed: SkipSet, online: Any, spec: ModelSpec) -> AdaSki
         if len(ratios) != spec.num_layers or made.num_watched < 0:
             raise ValueError(f"{len(ratios)} ratios for {spec.num_layers} layers")
     except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{path} is damaged ({error!r}); write it again with shrink/skip_set") from None
+        raise UserError(f"{path} is damaged ({shown(error)}); write it again with shrink/skip_set") from None
     return made
 
 
