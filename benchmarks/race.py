@@ -7,25 +7,26 @@
 
 A run is a recipe with its own settings: model, rules, hooks, optimizer and schedule are those that
 `shoestring run RECIPE ...` makes. Its loop is called here, so that it is timed: it compiles, takes three steps, begins
-again from its first weights and waits for the lock on F/gpu.lock; one run trains while the next ones compile. Seconds
-are those of training: without compilation and without validation, which is the same 4 batches for all, every 25 steps.
+again from its first weights and waits for its turn. Runs of one graph share a process. All processes compile before the
+first turn, so that nothing else runs on the machine then. Seconds are those of training: without compilation and
+without validation, which is the same 4 batches for all, every 25 steps.
 nanochat runs from its own scripts/base_train.py: its model, optimizer and schedule; its text reader and its validation
 are replaced by ours, and so are modules that a bare machine lacks (wandb, rustbpe) and a run does not use. Its first
 ten steps, in which it compiles, count as much as its median step, in seconds.
 
-Every run is a line of F/races.jsonl with its curve. At the end each case's best run of each seed is recorded, against
-the final loss of the best `adamw bf16` of this file.
+Every run is a line of F/races.jsonl with its curve. At the end each case's best run of each seed and number of steps is
+recorded, against the final loss of the best `adamw bf16` of as many steps.
 """
 
 from __future__ import annotations
 
 import argparse
-import fcntl
+import gc
 import importlib
 import json
-import os
 import re
 import runpy
+import shutil
 import statistics
 import subprocess
 import sys
@@ -39,6 +40,7 @@ from typing import Any
 import torch
 
 from benchmarks.results import markdown, newest, provenance, record
+from shoestring.config import apply_overrides
 from shoestring.errors import UserError, as_command
 from shoestring.mesh import Mesh, open_mesh
 from shoestring.methods.sparse24.training import end_dense_phase, sparse_layers, start_dense_phase
@@ -47,9 +49,10 @@ from shoestring.model.parallel import ParallelConfig, init_weights, materialize,
 from shoestring.recipes.find import load_recipe, resolve_config
 from shoestring.recipes.train import dense
 from shoestring.runlog import append_jsonl, read_jsonl
+from shoestring.train import muon
 from shoestring.train.data import TokenData
 from shoestring.train.gradients import clip_gradients
-from shoestring.train.muon import ROUNDS, orthogonalize
+from shoestring.train.muon import ROUNDS, orthogonalize, orthogonalize_all
 from shoestring.train.objectives import CrossEntropy
 from shoestring.train.optim import constant
 from shoestring.train.pretraining import validation_data
@@ -58,14 +61,14 @@ from shoestring.train.shards import Corpus, CorpusConfig, load_corpus
 from shoestring.train.step import Micro, Objective, PlainForwardBackward, Run
 from shoestring.train.trainer import train
 
-BASELINE = "adamw bf16"
+BASELINE, RECIPE = "adamw bf16", "muon bf16"
 OLD = ["train/dense", "size=base", "optimizer=adamw", "schedule=cosine", "warmup=50", "lr=1e-3"]
 NEW = ["train/speedrun"]
 SPARSE = ["size=base", "qk_norm=true", "tied=false", "init=zero", "optimizer=muon", "lr=3e-3", "weight_decay=0",
           "schedule=wsd", "cooldown=0.6", "warmup=0"]  # fmt: skip
 CASES: dict[str, list[str]] = {
     BASELINE: OLD,
-    "muon bf16": NEW,
+    RECIPE: NEW,
     "half width": [*NEW, "d_ff=1024"],
     "muon fp8": [*NEW, "precision=fp8"],
     "adamw fp8": [*OLD, "precision=fp8"],
@@ -79,23 +82,35 @@ CASES: dict[str, list[str]] = {
     "gpt2's weights": [*NEW, "init=gpt2"],
     "tied head": [*NEW, "tied=true"],
     "cosine": [*NEW, "schedule=cosine"],
+    "qkv as one": NEW,
 }
-USUAL = [BASELINE, "muon bf16", "nanochat", "half width", "muon fp8", "fst"]
+GRAPHS = dict.fromkeys(["no muon", "gpt2's weights", "cosine", "qkv as one"], RECIPE)
+USUAL = [BASELINE, RECIPE, "nanochat", "half width", "muon fp8", "fst"]
 BATCH, CONTEXT, VOCAB, EVERY, WARM = 64, 1024, 8192, 25, 3
+MEGABYTES = 160  # of text, about 50M tokens
+COMPILING = 150.0  # seconds that the first turn waits for processes that compile
 TOY = ["size=tiny", "d_model=64", "num_layers=2", "compile=off"]
 TOY_BATCH, TOY_CONTEXT, TOY_VOCAB = 4, 64, 512
 
 
-def corpus_settings(toy: bool) -> list[str]:
-    return [f"vocab_size={TOY_VOCAB if toy else VOCAB}", "data=python", f"max_mb={'2' if toy else 'none'}"]
+def corpus_settings(toy: bool, tokenizer: str) -> list[str]:
+    vocabulary = f"tokenizer={tokenizer}" if tokenizer != "None" else f"vocab_size={TOY_VOCAB if toy else VOCAB}"
+    return [vocabulary, "data=python", f"max_mb={2 if toy else MEGABYTES}"]
 
 
 def settings_of(run: dict[str, Any]) -> list[str]:
     """The recipe and its settings; later ones win."""
     toy, case = run["toy"], CASES[run["case"]]
     rows = [f"batch={TOY_BATCH if toy else BATCH}", f"context={TOY_CONTEXT if toy else CONTEXT}"]
-    own = [*rows, *corpus_settings(toy), f"steps={run['steps']}", "compile=whole", "save_every=0", *case[1:]]
-    own += [*(TOY if toy else []), *run["settings"], f"run={run['out']}/runs/{os.getpid()}"]
+    own = [
+        *rows,
+        *corpus_settings(toy, run["tokenizer"]),
+        f"steps={run['steps']}",
+        "compile=whole",
+        "save_every=0",
+        *case[1:],
+    ]
+    own += [*(TOY if toy else []), *run["settings"], f"run={run['out']}/runs/{run['number']}"]
     return [case[0], *(f"{key}={value}" for key, value in dict(s.split("=", 1) for s in own).items())]
 
 
@@ -125,13 +140,27 @@ def now() -> float:
 
 @contextmanager
 def turn(run: dict[str, Any], step_seconds: float) -> Iterator[None]:
-    """The GPU for this run alone; UserError where its time would not be enough."""
-    with Path(run["out"], "gpu.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        left, needed = run["until"] - time.time(), run["steps"] * step_seconds * 1.1
-        if needed > left:
-            raise UserError(f"{run['name']} needs {needed:.0f} s and {left:.0f} s are left; it is left out")
-        yield
+    """The machine for this run alone; LeftOut where its time would not be enough."""
+    mark(run, "ready")
+    while not marked(run, "turn"):
+        time.sleep(0.02)
+    left, needed = run["until"] - time.time(), run["steps"] * step_seconds * 1.1
+    if needed > left:
+        raise LeftOut(f"{run['name']} needs {needed:.0f} s and {left:.0f} s are left; it is left out")
+    yield
+    mark(run, "done")
+
+
+class LeftOut(Exception):
+    """There is no time for a run."""
+
+
+def mark(run: dict[str, Any], what: str) -> None:
+    Path(run["out"], "turns", f"{run['number']}.{what}").touch()
+
+
+def marked(run: dict[str, Any], what: str) -> bool:
+    return Path(run["out"], "turns", f"{run['number']}.{what}").exists()
 
 
 def race_ours(run: dict[str, Any]) -> dict[str, Any]:
@@ -154,11 +183,22 @@ def race_ours(run: dict[str, Any]) -> dict[str, Any]:
 
     recipe_config = resolve_config(recipe, settings)
     dense.train = timed  # type: ignore[assignment]
+    muon.orthogonalize_all = qkv_as_one if run["case"] == "qkv as one" else orthogonalize_all
     try:
         recipe.main(recipe_config)
     except Finished:
         return {**finished, "lr": recipe_config.lr, "recipe": recipe_name}
     raise AssertionError("the recipe did not train")
+
+
+def qkv_as_one(matrices: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Queries, keys and values of a block as one matrix, of a model with as many key heads as query heads: its square
+    matrices are q, k, v and o of each block."""
+    if not matrices or matrices[0].shape[0] != matrices[0].shape[1]:
+        return orthogonalize_all(matrices)
+    joined = [torch.cat(matrices[i : i + 3]) for i in range(0, len(matrices), 4)]
+    moved = zip(orthogonalize_all(joined), orthogonalize_all(matrices[3::4]), strict=True)
+    return [m for qkv, o in moved for m in (*(3**0.5 * qkv).chunk(3), o)]
 
 
 class Finished(Exception):
@@ -204,9 +244,9 @@ def race_nanochat(run: dict[str, Any]) -> dict[str, Any]:
     if not (root / "scripts" / "base_train.py").is_file():
         raise UserError(f"{root} has no scripts/base_train.py; give --peers FOLDER with nanochat's repository in it")
     toy = run["toy"]
-    corpus = corpus_of(toy)
+    corpus = corpus_of(toy, run["tokenizer"])
     batch, context = (TOY_BATCH, TOY_CONTEXT) if toy else (BATCH, CONTEXT)
-    seed = int(dict(s.split("=") for s in run["settings"]).get("seed", 0))
+    seed = seed_of(run)
     data = TokenData(corpus.train, context=context, batch=batch, seed=seed)
     held_out = validation_data(corpus, open_mesh(), context=context, batch=batch, micro=None)
     assert held_out is not None
@@ -268,15 +308,19 @@ def race_nanochat(run: dict[str, Any]) -> dict[str, Any]:
     return {"curve": curve, "width": 768, "layers": 12, "lr": 0.02, "recipe": "base_train", "parameters": parameters}
 
 
+def seed_of(run: dict[str, Any]) -> int:
+    return int(dict(s.split("=", 1) for s in run["settings"]).get("seed", 0))
+
+
 def stand_in(name: str, **contents: Any) -> None:
     module = types.ModuleType(name)
     module.__dict__.update(contents)
     sys.modules[name] = module
 
 
-def corpus_of(toy: bool) -> Corpus:
-    keys = dict(s.split("=") for s in corpus_settings(toy))
-    return load_corpus(CorpusConfig(keys["data"], 2.0 if toy else None, vocab_size=int(keys["vocab_size"])))
+def corpus_of(toy: bool, tokenizer: str) -> Corpus:
+    cfg = apply_overrides(CorpusConfig, corpus_settings(toy, tokenizer))
+    return load_corpus(cfg)
 
 
 # -- all runs ----------------------------------------------------------------------------------------------------
@@ -286,26 +330,66 @@ def parse_run(text: str, args: argparse.Namespace) -> dict[str, Any]:
     case, _, settings = text.partition("@")
     if case not in CASES:
         raise UserError(f"{case!r} is no case; they are {', '.join(CASES)}")
-    return {"case": case, "name": text, "settings": [s for s in settings.split(",") if s], "steps": args.steps,
-            "toy": args.toy, "out": str(args.out.resolve()), "peers": str(args.peers), "every": args.every,
-            "until": time.time() + args.seconds}  # fmt: skip
+    given = dict(s.split("=", 1) for s in settings.split(",") if s)
+    steps = int(given.pop("steps", args.steps))
+    return {
+        "case": case,
+        "name": text,
+        "number": args.runs.index(text),
+        "settings": [f"{key}={value}" for key, value in given.items()],
+        "steps": steps,
+        "toy": args.toy,
+        "out": str(args.out.resolve()),
+        "peers": str(args.peers),
+        "tokenizer": str(args.tokenizer),
+        "every": args.every,
+        "until": time.time() + args.seconds,
+        "graph": GRAPHS.get(case, case),
+    }
 
 
-def start(run: dict[str, Any]) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-m", "benchmarks.race", "--worker", json.dumps(run)])
+def race_all(runs: list[dict[str, Any]]) -> None:
+    """In the order given, among those that are ready."""
+    together: dict[str, list[dict[str, Any]]] = {}
+    for run in runs:
+        together.setdefault(run["graph"], []).append(run)
+    command = [sys.executable, "-m", "benchmarks.race", "--worker"]
+    going = {graph: subprocess.Popen([*command, json.dumps(same)]) for graph, same in together.items()}
 
+    def lives(run: dict[str, Any]) -> bool:
+        return going[run["graph"]].poll() is None
 
-def race_all(runs: list[dict[str, Any]], ahead: int) -> None:
-    """At most `ahead` of them compile beside the one that trains, in the order given."""
-    going: list[subprocess.Popen[bytes]] = []
+    began, until = time.time(), runs[0]["until"]
+    firsts = [same[0] for same in together.values()]
+    while time.time() - began < COMPILING and any(lives(run) and not marked(run, "ready") for run in firsts):
+        time.sleep(0.1)
+    print(f"compiled in {time.time() - began:.0f} s", flush=True)
     waiting = list(runs)
-    while waiting or going:
-        going = [p for p in going if p.poll() is None]
-        if waiting and len(going) <= ahead and time.time() < runs[0]["until"]:
-            going.append(start(waiting.pop(0)))
-        elif time.time() >= runs[0]["until"]:
-            waiting = []
-        time.sleep(0.2)
+    while waiting and time.time() < until:
+        waiting = [run for run in waiting if lives(run)]
+        ready = [run for run in waiting if marked(run, "ready")]
+        for run in ready[:1]:
+            mark(run, "turn")
+            while lives(run) and not marked(run, "done"):
+                time.sleep(0.02)
+            waiting.remove(run)
+        time.sleep(0.02)
+    for process in going.values():
+        if process.poll() is None and time.time() >= until:
+            process.kill()
+        process.wait()
+
+
+def work_all(runs: list[dict[str, Any]]) -> None:
+    for run in runs:
+        try:
+            work(run)
+        except LeftOut as left_out:
+            print(left_out, flush=True)
+            mark(run, "done")
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
 
 def work(run: dict[str, Any]) -> None:
@@ -313,7 +397,7 @@ def work(run: dict[str, Any]) -> None:
     found = race_nanochat(run) if run["case"] == "nanochat" else race_ours(run)
     tokens, seconds, loss = found["curve"][-1]
     line = {key: run[key] for key in ("case", "name", "settings", "steps")} | found
-    line |= {"seed": int(dict(s.split("=") for s in run["settings"]).get("seed", 0)), "final_loss": loss}
+    line |= {"seed": seed_of(run), "final_loss": loss}
     line |= {"tokens_per_s": round(tokens / seconds), "peak_gib": round(peak_gib(), 2)}
     append_jsonl(Path(run["out"], "races.jsonl"), line)
     print(f"{run['name']:40} {loss:.4f} after {tokens / 1e6:.1f}M tokens, {seconds:.1f} s", flush=True)
@@ -383,51 +467,80 @@ def reached(curve: list[list[float]], loss: float) -> tuple[float, float] | None
 
 
 def best(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of every case and seed, the run of the lowest final loss among those with the most steps."""
+    """Of every case, seed and number of steps, the run of the lowest final loss."""
     found: dict[Any, dict[str, Any]] = {}
-    for line in lines:
-        key = line["case"], line["seed"]
-        if key not in found or (-line["steps"], line["final_loss"]) < (-found[key]["steps"], found[key]["final_loss"]):
-            found[key] = line
+    for line in sorted(lines, key=lambda line: line["final_loss"]):
+        found.setdefault((line["steps"], line["case"], line["seed"]), line)
     return list(found.values())
+
+
+def baseline_of(lines: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The best AdamW; of short runs, which leave out a part of the recipe, the recipe."""
+    for case in (BASELINE, RECIPE):
+        found = [line for line in lines if line["case"] == case]
+        if found:
+            return min(found, key=lambda line: line["final_loss"])
+    return None
 
 
 def record_races(lines: list[dict[str, Any]]) -> None:
     raced = best(lines)
-    bases = [line for line in raced if line["case"] == BASELINE]
-    base = min(bases, key=lambda line: line["final_loss"]) if bases else None
     for line in raced:
+        base = baseline_of([other for other in raced if other["steps"] == line["steps"]])
         config = {key: line[key] for key in ("width", "layers", "seed", "lr", "steps")}
         shared: dict[str, Any] = {"bench": "race", "case": line["case"], "config": config}
         note = f"{line['recipe']} {' '.join(line['settings'])}, {line['tokens_per_s']:,} tokens/s, "
         note += f"{line['parameters'] / 1e6:.0f}M parameters, peak {line['peak_gib']:.1f} GiB"
-        loss = {"baseline_value": base["final_loss"], "ratio": base["final_loss"] / line["final_loss"]} if base else {}
-        record(**shared, metric="final_loss", unit="nats/token", samples=[line["final_loss"]], note=note,
-               baseline=BASELINE if base else "", **loss)  # fmt: skip
+        against: dict[str, Any] = {}
+        if base is not None:
+            against = {"baseline": base["case"], "baseline_value": base["final_loss"]}
+            against["ratio"] = base["final_loss"] / line["final_loss"]
+        record(**shared, metric="final_loss", unit="nats/token", samples=[line["final_loss"]], note=note, **against)
         passed = base and reached(line["curve"], base["final_loss"])
         if base and passed:
             for i, (metric, unit) in enumerate((("tokens_to_loss", "tokens"), ("seconds_to_loss", "s"))):
-                record(**shared, metric=metric, unit=unit, samples=[round(passed[i], 2)], baseline=BASELINE,
+                record(**shared, metric=metric, unit=unit, samples=[round(passed[i], 2)], baseline=base["case"],
                        baseline_value=base["curve"][-1][i], ratio=base["curve"][-1][i] / passed[i])  # fmt: skip
 
 
 def table() -> str:
-    """Of every case and seed."""
-    lines = newest("race")
-    rows: dict[str, dict[str, dict[str, Any]]] = {}
+    """Every case and seed of the full number of steps."""
+    return laid_out(lambda lines: max(line["config"]["steps"] for line in lines))
+
+
+def parts() -> str:
+    """The recipe without one of its parts, in short runs."""
+    return laid_out(lambda lines: min(line["config"]["steps"] for line in lines))
+
+
+def share() -> str:
+    """The optimizer's share of a step."""
+    lines = [line for line in newest("race") if line["metric"] == "optimizer_share"]
+    rows = [
+        [str(c["width"]), f"{c['batch'] * CONTEXT:,}", line["case"].split()[0], line["note"], f"{line['value']:.1%}"]
+        for line in lines
+        for c in [line["config"]]
+    ]
+    return markdown(["width", "tokens a step", "optimizer", "time", "of a step"], rows) + provenance(lines)
+
+
+def laid_out(choose: Callable[[list[dict[str, Any]]], int]) -> str:
+    lines = [line for line in newest("race") if "steps" in line["config"]]
+    lines = [line for line in lines if line["config"]["steps"] == choose(lines)]
+    runs: dict[str, dict[str, dict[str, Any]]] = {}
     for line in lines:
-        rows.setdefault(json.dumps([line["case"], line["config"]]), {})[line["metric"]] = line
-    cells = []
-    for of in rows.values():
+        runs.setdefault(json.dumps([line["case"], line["config"]]), {})[line["metric"]] = line
+    rows = []
+    for of in sorted(runs.values(), key=lambda of: of["final_loss"]["value"]):
         line, config = of["final_loss"], of["final_loss"]["config"]
         row = [line["case"], str(config["seed"]), f"{config['lr']:g}", f"{line['value']:.3f}"]
-        for metric, digits in (("tokens_to_loss", "{:.1f}M"), ("seconds_to_loss", "{:.1f}")):
+        for metric, digits, scale in (("tokens_to_loss", "{:.1f}M", 1e6), ("seconds_to_loss", "{:.1f} s", 1)):
             at = of.get(metric)
-            scale = 1e6 if metric.startswith("tokens") else 1
-            row += ["-", "-"] if at is None else [digits.format(at["value"] / scale), f"{1 / at['ratio']:.2f}"]
-        cells.append([*row, line["note"].split(", ", 1)[1].split(", peak")[0] if line["note"] else ""])
-    header = ["case", "seed", "rate", "final loss", "tokens to the loss of adamw bf16", "of its", "seconds", "of its"]
-    return markdown([*header, "speed and size"], cells) + provenance(lines)
+            row.append("" if at is None else f"{digits.format(at['value'] / scale)} ({1 / at['ratio']:.2f})")
+        rows.append([*row, line["note"].partition(", ")[2].rpartition(", peak")[0]])
+    base = lines[0]["baseline"]
+    header = ["case", "seed", "rate", "final loss", f"tokens until {base} ends (part of its own)", "seconds"]
+    return markdown([*header, "speed and size"], rows) + provenance(lines)
 
 
 def main() -> None:
@@ -437,7 +550,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--every", type=int, default=EVERY, help="steps between validations")
     parser.add_argument("--seconds", type=float, default=3600.0, help="no run begins that would end later")
-    parser.add_argument("--ahead", type=int, default=2, help="runs that compile while another one trains")
+    parser.add_argument("--tokenizer", type=Path, help="a tokenizer; by default one is trained on the text")
     parser.add_argument("--peers", type=Path, default=Path("peers"))
     parser.add_argument("--toy", action="store_true")
     parser.add_argument("--no-record", action="store_true", help="only races.jsonl, for trials")
@@ -445,18 +558,17 @@ def main() -> None:
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        return work(json.loads(args.worker))
+        return work_all(json.loads(args.worker))
     if args.share:
         for width, batch in ((2048, 64), (2048, 512), (768, 64)):
             optimizer_share(width, batch)
     if args.out is None:
         raise UserError("--out FOLDER is missing: the place of races.jsonl")
-    (args.out / "runs").mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(args.out / "turns", ignore_errors=True)
+    for name in ("runs", "turns"):
+        (args.out / name).mkdir(parents=True, exist_ok=True)
     runs = [parse_run(text, args) for text in args.runs]
-    began = time.time()
-    corpus = corpus_of(args.toy)
-    print(f"{len(corpus.train) / 1e6:.1f}M tokens in {time.time() - began:.0f} s", flush=True)
-    race_all(runs, args.ahead)
+    race_all(runs)
     lines = read_jsonl(args.out / "races.jsonl")
     if not args.no_record:
         record_races(lines)

@@ -379,7 +379,8 @@ def open_run_folder(recipe: str, settings: dict[str, Any], deciding: Iterable[st
 def check_run_folder(settings: dict[str, Any], deciding: Iterable[str] = ()) -> None:
     """Whether there can be a run of these settings, before anything is read, made or overwritten for it.
 
-    What a stopped run has done fits only the `deciding` settings that it was started with.
+    What a stopped run has done fits only the `deciding` settings that it was started with. A setting that it does not
+    name is younger than the run, which did what its default does.
     """
     run = settings["run"]
     if settings.get("resume") is None:
@@ -394,7 +395,7 @@ def check_run_folder(settings: dict[str, Any], deciding: Iterable[str] = ()) -> 
             f"resume={folder} goes on in that folder and writes nothing to run={run}; leave one of them out"
         )
     for key in deciding:
-        if saved.get(key) != settings[key]:
+        if key in saved and saved[key] != settings[key]:
             raise UserError(
                 f"resume={folder} was started with {key}={saved.get(key)}, what it has done so far does not fit "
                 f"{key}={settings[key]}; leave {key} out or start a new run"

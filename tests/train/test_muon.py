@@ -15,7 +15,7 @@ from shoestring.errors import UserError
 from shoestring.mesh import open_mesh
 from shoestring.model import Decoder, ModelSpec
 from shoestring.model.parallel import init_weights
-from shoestring.runlog import RunLog
+from shoestring.runlog import RunLog, check_run_folder
 from shoestring.state.checkpointer import Checkpointer
 from shoestring.state.optimizer import load_optimizer_state, optimizer_state
 from shoestring.train.data import TokenData
@@ -131,7 +131,13 @@ def test_killed_and_resumed_is_bit_for_bit_the_run_that_was_not(tmp_path: Path) 
     assert all(torch.equal(a, b) for a, b in zip(resumed, want, strict=True))
 
 
-def test_another_optimizer_cannot_go_on() -> None:
+def test_another_optimizer_cannot_go_on(tmp_path: Path) -> None:
+    settings = {"run": None, "resume": str(tmp_path), "optimizer": "adamw"}
+    (tmp_path / "config.json").write_text('{"config": {}}')
+    check_run_folder(settings, ["optimizer"])  # a run from before there was a choice
+    (tmp_path / "config.json").write_text('{"config": {"optimizer": "muon"}}')
+    with pytest.raises(UserError, match="started with optimizer=muon"):
+        check_run_folder(settings, ["optimizer"])
     run = run_of(None)
     other = adamw(run.model, lr=1e-3)
     with pytest.raises(UserError, match="parameter groups"):

@@ -12,7 +12,8 @@ Run:     shoestring run train/speedrun data=python
          shoestring run train/speedrun size=tiny batch=8 context=128 compile=off     on a CPU
          shoestring run train/speedrun resume=runs/train-speedrun-...
 Needs:   a GPU with about 40 GB for 64 rows of 1,024 tokens; micro=16 for a quarter of that
-Time:    500 steps of 65,536 tokens: less than a minute on an H200, and as long again to compile
+Time:    500 steps of 65,536 tokens: about a minute on an H200, and as long again to compile
+Expect:  a validation loss of 3.41 after 100 steps of data=python (steps=100; vocabulary and text differ by machine)
 Leaves:  a run folder as train/dense does
 """
 
