@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import random
 import shutil
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -202,6 +203,14 @@ def cli(command: Callable[..., str], here: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.fixture
+def warm_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A `python` that a test or what it tests starts through subprocess is a fork (warm_process.py)."""
+    from warm_process import WarmPopen
+
+    monkeypatch.setattr(subprocess, "Popen", WarmPopen)
+
+
+@pytest.fixture
 def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     """run_ranks(n, script_path, *args) runs the script on n gloo processes and returns rank 0's output.
 
@@ -214,10 +223,9 @@ def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     """
     import torch.distributed as dist
 
-    from rank_process import PRELOAD, run_script
+    from warm_process import fork_server, run_script
 
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context = fork_server()
 
     def start(num_ranks: int, script: Path | str, *args: str, timeout: float = 300, fresh: bool = False) -> str:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

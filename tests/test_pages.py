@@ -28,9 +28,9 @@ def headings(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(REPO)))
-def test_links_lead_somewhere(page: Path) -> None:
-    for link in LINK.findall(CODE.sub("", page.read_text())):
+def test_links_lead_somewhere_and_scripts_in_commands_exist() -> None:
+    links = [(page, link) for page in PAGES for link in LINK.findall(CODE.sub("", page.read_text()))]
+    for page, link in links:
         if link.startswith(("http://", "https://", "mailto:")):
             continue
         path, _, anchor = link.partition("#")
@@ -38,12 +38,9 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert target.exists(), f"{page.name} links to {link}, which does not exist"
         if anchor and target.suffix == ".md":
             assert anchor in headings(target), f"{page.name} links to {link}, which has no such heading"
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(REPO)))
-def test_scripts_in_commands_exist(page: Path) -> None:
-    for folder, name in COMMAND.findall(page.read_text()):
-        assert (REPO / folder / f"{name}.py").is_file(), f"{page.name}: python -m {folder}.{name}"
+    for page in PAGES:
+        for folder, name in COMMAND.findall(page.read_text()):
+            assert (REPO / folder / f"{name}.py").is_file(), f"{page.name}: python -m {folder}.{name}"
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")

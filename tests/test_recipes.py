@@ -34,6 +34,7 @@ from shoestring.state.run_lock import hold_run
 from shoestring.state.storage import SafeReader
 from shoestring.train.pretraining import ModelConfig, new_spec
 
+pytestmark = pytest.mark.usefixtures("warm_python")
 TINY = ["size=tiny", "d_model=64", "num_layers=2", "num_heads=4", "num_kv_heads=2", "d_ff=128", "vocab_size=320"]
 SHORT = ["context=32", "batch=4", "micro=2", "warmup=2", "log_every=1", "eval_every=5", "device=cpu"]
 

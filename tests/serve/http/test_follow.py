@@ -325,6 +325,7 @@ def killed(folder: Path, num: int, seed: int) -> dict[str, Any]:
     return told
 
 
+@pytest.mark.usefixtures("warm_python")
 def test_a_few_kills_leave_every_answer_to_one_version(tmp_path: Path) -> None:
     told = killed(tmp_path, 3, seed=0)
     assert told["mixed"] == 0 and sum(told["kills"].values()) == 3

@@ -51,6 +51,7 @@ from shoestring.serve.http.message_codec import LOCAL, FrameReader  # noqa: E402
 from shoestring.serve.http.request_schema import ApiError  # noqa: E402
 from shoestring.state.reshard.version import WeightsVersion  # noqa: E402
 from tiny import chat_tokenizer, served_model  # noqa: E402
+from warm_process import WarmPopen  # noqa: E402
 
 TEXT = "/v1/completions"
 LONG = {"prompt": "The", "max_tokens": 4000, "ignore_eos": True, "stream": True}
@@ -298,7 +299,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, su
     folder, tokenizer = tmp_path_factory.mktemp("servers"), chat_tokenizer()
     save_model(folder / "tiny", served_model(tokenizer.vocab_size), tokenizer)
     command = [sys.executable, "-c", SERVERS, str(folder), "drains", "lives", "stopped", "loses_http", "loses_engine"]
-    started = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    started = WarmPopen(command, stdout=subprocess.PIPE, text=True)
     yield folder, started
     for process in psutil.Process(started.pid).children(recursive=True):
         process.kill()
