@@ -296,7 +296,7 @@ def _check_replaceable(target: Path) -> None:
     if not any(target.iterdir()):
         return
     foreign = _foreign(target)
-    if foreign or not (target / "config.json").is_file():
+    if foreign or not any((target / name).is_file() for name in ("config.json", "adapter_config.json")):
         why = f"it holds {foreign[0]!r}" if foreign else "it has no config.json"
         raise UserError(f"{target} exists and is not only a model folder ({why}); choose another folder or empty it")
 
