@@ -152,6 +152,10 @@ class Format(ABC):
         """The inverse of kernel_parts, bit for bit, for a (local) weight of `shape`."""
         return parts
 
+    def decode_operands(self, operands: Parts, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        """decode, of stored parts or kernel parts of a (local) weight of `shape`."""
+        return self.decode(self.stored_parts(operands, shape), dtype)
+
     def train_linear(self, x: Tensor, w: Tensor, state: Parts, bias: Tensor | None) -> Tensor:
         return F.linear(x, self.fake_in_pieces(w, state), bias)
 

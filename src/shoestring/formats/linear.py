@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from shoestring.errors import UserError
 from shoestring.formats.base import Aux, Format, Parts, rows_at_a_time
 from shoestring.formats.dense import Dense
+from shoestring.formats.frozen import frozen_product
 from shoestring.formats.rounding import cast_weight
 
 DENSE_PHASE = Dense()  # one object for all layers: Formats are compared by identity
@@ -125,10 +126,18 @@ class FormatHost(nn.Module):
         if self.decoded is not None and self.decoded.dtype == dtype:
             return F.linear(x, self.decoded, bias)
         if self.packed:
+            if x.requires_grad and torch.is_grad_enabled():
+                return frozen_product(x, self.format, self.operands(), bias)
             return self.format.linear(x, self.operands(), bias)
         if self.made is not None and self.made.dtype == dtype:
             return F.linear(x, self.made, bias)
         return self.format.train_linear(x, cast_weight(local(self.weight), dtype), self.format_state(), bias)
+
+    def frozen_operands(self, dtype: torch.dtype) -> tuple[Format, Parts]:
+        """What `frozen_product` multiplies with: a Format and its parts."""
+        if self.packed and (self.decoded is None or self.decoded.dtype != dtype):
+            return self.format, self.operands()
+        return DENSE_PHASE, {"weight": self.effective_weight(dtype).detach()}
 
     # -- changing the Format ---------------------------------------------------------------------------------
     def set_format(self, format: Format) -> None:
@@ -358,6 +367,8 @@ class FormatHost(nn.Module):
 
 
 class FormatLinear(FormatHost, nn.Linear):
+    adapter: nn.Module | None  # a branch beside the weight: called with this layer, x and the bias (adapter.py)
+
     def __init__(
         self,
         in_features: int,
@@ -373,12 +384,17 @@ class FormatLinear(FormatHost, nn.Linear):
         if format is not None:
             self.set_format(format)
 
+    def _host(self) -> None:
+        super()._host()
+        self.adapter = None
+
     @property
     def shape(self) -> tuple[int, int]:
         return (self.out_features, self.in_features)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.multiply(x, None if self.bias is None or self.defer_bias else local(self.bias))
+        bias = None if self.bias is None or self.defer_bias else local(self.bias)
+        return self.multiply(x, bias) if self.adapter is None else self.adapter(self, x, bias)
 
 
 # -- sharded weights -----------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from shoestring.formats.groups import SCALE_DTYPES, extremes, group_width, split
 from shoestring.formats.kernel_layout import apply_parts, from_chunks, to_chunks
 from shoestring.formats.rounding import to_dtype
 from shoestring.kernels.lowbit.chunk_layout import ChunkLayout, chunk_group
+from shoestring.kernels.lowbit.lowbit_linear import decode_chunks
 from shoestring.kernels.lowbit.packing import pack_bits, packed_width, unpack_bits
 
 
@@ -159,6 +160,11 @@ class QuantizedFormat(Format):
             return parts
         stored = from_chunks(parts["chunks"], self.layout(shape[1]), shape, self.group, self.scale_dtype)
         return {**stored, **self._whole(parts)}
+
+    def decode_operands(self, operands: Parts, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        if "chunks" not in operands:
+            return self.decode(operands, dtype)
+        return decode_chunks(operands["chunks"], operands.get("table"), self.layout(shape[1]), shape[1], dtype)
 
     def linear(self, x: Tensor, parts: Parts, bias: Tensor | None) -> Tensor:
         y = apply_parts(x, parts, bias, self.layout(x.shape[-1]))

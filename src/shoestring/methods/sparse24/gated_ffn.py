@@ -57,6 +57,7 @@ def fusable(*linears: FormatLinear, dense_phase: bool = False) -> bool:
             format == first
             and not linear.packed
             and linear.bias is None
+            and linear.adapter is None
             and linear.decoded is None
             and not linear._forward_hooks
             and not linear._forward_pre_hooks
