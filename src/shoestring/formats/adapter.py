@@ -27,10 +27,11 @@ import torch
 from torch import Tensor, nn
 
 from shoestring.errors import UserError
+from shoestring.formats.base import PIECE
 from shoestring.formats.convert import format_linear, format_linears, resolve
 from shoestring.formats.dense import Dense
 from shoestring.formats.frozen import Branch, frozen_product
-from shoestring.formats.linear import PIECE, FormatLinear, compute_dtype, full, local
+from shoestring.formats.linear import FormatLinear, compute_dtype, full, local
 
 TARGETS = ("*.attn.*", "*.mlp.*")
 HEADS = ("head", "lm_head")  # get an adapter only where a target spells them out
