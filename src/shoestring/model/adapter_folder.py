@@ -21,13 +21,14 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from shoestring.errors import UserError, shown, suggest
 from shoestring.formats import FormatLinear
+from shoestring.formats.adapter import LoraWeights
 from shoestring.formats.convert import format_hosts
 from shoestring.formats.merge import merge_
 from shoestring.json_files import Fields, check_path, read_object
@@ -63,15 +64,6 @@ _DEFAULTS: dict[str, Any] = {
     "arrow_config": None, "kasa_config": None, "ensure_weight_tying": False,
 }  # fmt: skip
 KEYS = _READ | _DEFAULTS.keys()
-
-
-class LoraWeights(NamedTuple):
-    """y += scale (x A^T) B^T. With a magnitude (DoRA) every row of W + scale B A has that length."""
-
-    a: Tensor  # [r, in], fp32
-    b: Tensor  # [out, r], fp32
-    scale: float
-    magnitude: Tensor | None = None  # [out], fp32
 
 
 @dataclass(frozen=True)

@@ -39,11 +39,13 @@ class BlockTable:
 
 @dataclass(frozen=True)
 class RowSpan:
-    """Rows of one request in one step: positions [start, start + num), whose keys and values belong in `blocks`."""
+    """Rows of one request in one step: positions [start, start + num), whose keys and values belong in `blocks`.
+    `adapter`: the slot of its adapter (adapters.py); -1: none."""
 
     blocks: Sequence[int]
     start: int
     num: int
+    adapter: int = -1
 
     @property
     def stop(self) -> int:

@@ -82,6 +82,7 @@ class ChainShape(NamedTuple):
     num_drafts: int
     long: bool = False  # the last pass has a context beyond FusedDecoder.short_context
     name: str = "chain"  # no DecodeShape is equal
+    adapted: bool = False  # drafts are the base model's
 
     def make(self, owner: GraphCache) -> DraftChainGraph:
         return DraftChainGraph(owner, *self[:6])

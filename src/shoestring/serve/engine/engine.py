@@ -34,6 +34,7 @@ from shoestring.errors import UserError, shown
 from shoestring.kernels.gemv.embed_argmax import NO_TOKEN
 from shoestring.model.skip import SkipSet
 from shoestring.model.transformer import Decoder
+from shoestring.serve.engine.adapters import AdapterBank
 from shoestring.serve.engine.block_pool import BlockPool
 from shoestring.serve.engine.capacity import choose_requests, context_limit
 from shoestring.serve.engine.pipeline import IDLE_WAIT_S, Collected, LaunchedStep, LogitsStep, Pipeline, seal
@@ -148,14 +149,15 @@ class Engine:
         prompt: Prompt,
         sampling: Sampling | None = None,
         *,
+        adapter: str | None = None,
         deadline: float | None = None,
         checked: bool = False,
         wants_text: bool = True,
     ) -> Request:
-        """Queue a prompt (text or token ids). `deadline`, on the engine's clock, ends it unfinished. `checked`: the
-        caller has validated the token ids and their number. Without `wants_text` outputs have tokens only, unless stop
-        strings must be found."""
-        request = self._request(prompt, sampling, checked, wants_text)
+        """Queue a prompt (text or token ids). `adapter`: a name in `adapters`; None: the base model. `deadline`, on the
+        engine's clock, ends it unfinished. `checked`: the caller has validated the token ids and their number. Without
+        `wants_text` outputs have tokens only, unless stop strings must be found."""
+        request = self._request(prompt, sampling, adapter, checked, wants_text)
         request.deadline = deadline
         self.scheduler.add(request)
         return request
@@ -177,6 +179,11 @@ class Engine:
     def resume(self, request: Request) -> None:
         """Queue a paused request again."""
         self.scheduler.add(request)
+
+    @property
+    def adapters(self) -> AdapterBank:
+        """To load and unload them, between two steps."""
+        return self.runner.adapters
 
     @property
     def vocab_size(self) -> int:
@@ -271,7 +278,12 @@ class Engine:
         return outputs
 
     def _request(
-        self, prompt: Prompt, sampling: Sampling | None, checked: bool = False, wants_text: bool = True
+        self,
+        prompt: Prompt,
+        sampling: Sampling | None,
+        adapter: str | None = None,
+        checked: bool = False,
+        wants_text: bool = True,
     ) -> Request:
         sampling = Sampling() if sampling is None else sampling
         if not isinstance(sampling, Sampling):
@@ -290,6 +302,7 @@ class Engine:
             stream = TextStream(detokenizer, sampling.stop)
         limit = min(len(tokens) + sampling.max_tokens, self.max_context)
         request = Request(tokens, len(tokens), sampling, next(self._ids), stream, rule, limit)
+        request.adapter = None if adapter is None else self.adapters.get(adapter)
         self.skip_sets.admit(request)
         return request
 
@@ -357,13 +370,16 @@ class Engine:
 
     # -- whole texts ----------------------------------------------------------------------------------------
     def generate(
-        self, prompts: Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None = None
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling | Sequence[Sampling] | None = None,
+        adapters: Sequence[str | None] | None = None,
     ) -> list[Completion]:
-        """Complete all prompts (one Sampling for all, or one each), as many at once as there is room for. Raises the
-        error of the first request that the engine had to end."""
+        """Complete all prompts (one Sampling for all, or one each; an adapter or None for each), as many at once as
+        there is room for. Raises the error of the first request that the engine had to end."""
         # All are checked before the first runs: a bad prompt does not cost the time of the good ones.
-        asked = zip(prompts, samplings_for(prompts, sampling), strict=True)
-        requests = [self._request(p, s) for p, s in asked]
+        asked = zip(prompts, samplings_for(prompts, sampling), adapters or [None] * len(prompts), strict=True)
+        requests = [self._request(*each) for each in asked]
         self.waiting.extend(requests)  # the caller waits for all of them: max_waiting is not for it
         try:
             while any(r.finish_reason is None for r in requests):
@@ -376,11 +392,11 @@ class Engine:
                 raise request.error
         return [completion_of(r) for r in requests]
 
-    def stream(self, prompt: Prompt, sampling: Sampling | None = None) -> Iterator[str]:
+    def stream(self, prompt: Prompt, sampling: Sampling | None = None, adapter: str | None = None) -> Iterator[str]:
         """Text pieces as they become certain. Closing the iterator aborts the request."""
         if self.tokenizer is None:
             raise UserError("streaming text needs a tokenizer; build the engine with one, or use add() and step()")
-        return self._stream(self._request(prompt, sampling))  # errors come now, not at the first piece
+        return self._stream(self._request(prompt, sampling, adapter))  # errors come now, not at the first piece
 
     def _stream(self, request: Request) -> Iterator[str]:
         self.scheduler.add(request)
@@ -403,7 +419,8 @@ class Engine:
     def _cache_root(self, request: Request) -> bytes:
         if not self.cache.pool.prefix_cache:
             return b""
-        return self.runner.cache_root("" if request.skip is None else request.skip.id)
+        adapter = "" if request.adapter is None else request.adapter.digest
+        return self.runner.cache_root("" if request.skip is None else request.skip.id, adapter)
 
 
 class Commit:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -28,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoestring.formats import Dense, FormatEmbedding, IntAsym
+from shoestring.formats.adapter import Adapter
 from shoestring.formats.linear import is_sharded, local
 from shoestring.kernels.activation.glu import glu
 from shoestring.kernels.attention.decode_attention import decode_attention_, decode_attention_usable, mma_usable
@@ -41,6 +43,7 @@ from shoestring.model.attention import rope_frequencies, soft_cap
 from shoestring.model.layer_plan import AttentionPlan, DecoderPlan, LayerPlan, RopePlan, Support
 from shoestring.model.skip import BlockSkip, SkipSet, Sublayer
 from shoestring.model.transformer import Block, Decoder, MixtureOfExperts, Mlp, Norm
+from shoestring.serve.engine.adapters import GroupLora, RowAdapters
 from shoestring.serve.engine.fused_experts import FusedExperts, experts_unusable
 from shoestring.serve.engine.kv_cache import KVCache, modules_of
 from shoestring.serve.engine.merged_linear import MergedLinear, copy_over, merge_linears, one_scale
@@ -67,6 +70,7 @@ class RowPlacement:
     # (first row, requests, rows of each) of prompts computed whole, which read no blocks; None: all rows read blocks.
     prompts: tuple[tuple[int, int, int], ...] | None = None
     padded: bool = False  # by rows at the end that belong to no tile
+    adapters: RowAdapters | None = None  # None: no row has one
 
     @property
     def single(self) -> bool:
@@ -234,6 +238,8 @@ def not_alone(model: nn.Module) -> str | None:
     modules = modules_of(model)
     if any(m._forward_hooks or m._forward_pre_hooks for m in modules):
         return "the model's modules have hooks"
+    if any(isinstance(m, Adapter) for m in modules):
+        return "the model's layers have an adapter in the form in which it is trained"
     if model.embed.group is not None or any(is_sharded(p) for m in modules for p in m._parameters.values()):
         return "the model is sharded"
     return None
@@ -345,6 +351,7 @@ class FusedDecoder:
             after = skip.after(len(self.layers), x_TD.shape[1], self.device)
         delta: Tensor | None = None  # still to be added to x
         done = False  # the last product applied the stand-ins of the skipped sublayers after it
+        adapters = rows.adapters
         for index, layer in enumerate(self.layers):
             entry: Tensor | None = None  # what both sublayers read
             if layer.plan.parallel:
@@ -361,27 +368,32 @@ class FusedDecoder:
                 else:
                     x_TD, delta = _sum(x_TD, delta), None
                     read_TD, owed = entry, None
+                enter, leave = ("qkv", "o") if kind == "attn" else ("up", "down")
+                lora, last_lora = (None, None) if adapters is None else (adapters.of(index, n) for n in (enter, leave))
                 if kind == "attn":
-                    qkv_TE = self._normed_linear(read_TD, owed, layer.norms.get("attn_norm"), layer.qkv)
+                    qkv_TE = self._normed_linear(read_TD, owed, layer.norms.get("attn_norm"), layer.qkv, lora)
                     inner, last = self._attend(index, layer, qkv_TE, rows, cache, long), layer.o
                 elif isinstance(layer.mlp, FusedExperts):
                     x_TD, delta, done = self._experts(x_TD, read_TD, owed, layer, layer.mlp), None, False
                     continue
                 else:
                     up, last = layer.mlp
-                    inner = self._activate(read_TD, owed, layer, up)
+                    inner = self._activate(read_TD, owed, layer, up, lora)
                 post = layer.norms.get(f"{kind}_post_norm")
                 if post is None:
-                    x_TD, delta, done = self._linear_add(x_TD, inner, last, after.get(Sublayer(index, kind)))
+                    after_2D = after.get(Sublayer(index, kind))
+                    x_TD, delta, done = self._linear_add(x_TD, inner, last, after_2D, last_lora)
                 else:
-                    delta, done = self._normed(last(inner), None, post), False
+                    out_TD = last(inner) if last_lora is None else last_lora.add_(last(inner), inner)
+                    delta, done = self._normed(out_TD, None, post), False
         return _sum(x_TD, delta)
 
     def row_logits(
         self, tokens_T: Tensor, rows: RowPlacement, cache: KVCache, skip: SkipSet | None, last_T: Tensor, long: bool
     ) -> Tensor:
         """As `logits` after `hidden`; a single row in one kernel, where that runs (kernels/step/row_step.py)."""
-        step = self._one_kernel(cache) if len(tokens_T) == 1 and rows.single and skip is None else None
+        alone = len(tokens_T) == 1 and rows.single and skip is None and rows.adapters is None
+        step = self._one_kernel(cache) if alone else None
         if step is None:
             return self.logits(self.hidden(tokens_T, rows, cache, skip, last_T, long))
         out = step(self.embed.rows(tokens_T, last_T, self.dtype), rows.tables_LW, rows.tiles[0].tiles_L4)
@@ -499,29 +511,46 @@ class FusedDecoder:
         normed_TD = self._normed(read_TD, owed, norm)
         return experts(x_TD, normed_TD)
 
-    def _activate(self, x_TD: Tensor, delta: Tensor | None, layer: _Layer, linear: MergedLinear) -> Tensor:
+    def _activate(
+        self, x_TD: Tensor, delta: Tensor | None, layer: _Layer, linear: MergedLinear, lora: GroupLora | None
+    ) -> Tensor:
         """What the down projection multiplies."""
         act, norm = layer.plan.mlp.act, layer.norms.get("mlp_norm")
+        if lora is not None and act == "swiglu":
+            return self._normed_linear(x_TD, delta, norm, linear, lora, swiglu=True)
         if not layer.plan.mlp.gated:
-            up = self._normed_linear(x_TD, delta, norm, linear)
+            up = self._normed_linear(x_TD, delta, norm, linear, lora)
             return F.gelu(up, approximate="tanh" if act == "gelu_tanh" else "none")
         fused = act == "swiglu" and linear.fuses_swiglu
         if norm is not None and delta is None and fused and self._row_fused(x_TD, norm, linear):
             return linear.row(x_TD, norm_K=norm.weight, eps=norm.eps, swiglu=True)
-        return glu(self._normed_linear(x_TD, delta, norm, linear), act)
+        return glu(self._normed_linear(x_TD, delta, norm, linear, lora), act)
 
-    def _normed_linear(self, x_TD: Tensor, delta: Tensor | None, norm: _Norm | None, linear: MergedLinear) -> Tensor:
-        """linear(norm(x + delta)); x becomes the sum."""
+    def _normed_linear(
+        self,
+        x_TD: Tensor,
+        delta: Tensor | None,
+        norm: _Norm | None,
+        linear: MergedLinear,
+        lora: GroupLora | None,
+        **fused: Any,
+    ) -> Tensor:
+        """linear(norm(x + delta)) with the adapters' part; x becomes the sum. `fused`: for the adapters."""
         if norm is not None and delta is None and self._row_fused(x_TD, norm, linear):
-            return linear.row(x_TD, norm_K=norm.weight, eps=norm.eps)
-        return linear(self._normed(x_TD, delta, norm))
+            normed = {"norm_K": norm.weight, "eps": norm.eps}
+            y_TE = linear.row(x_TD, **normed)
+            return y_TE if lora is None else lora.add_(y_TE, x_TD, **normed, **fused)
+        x_TD = self._normed(x_TD, delta, norm)
+        return linear(x_TD) if lora is None else lora.add_(linear(x_TD), x_TD, **fused)
 
     def _linear_add(
-        self, x_TD: Tensor, y_TE: Tensor, linear: MergedLinear, after_2D: Tensor | None
+        self, x_TD: Tensor, y_TE: Tensor, linear: MergedLinear, after_2D: Tensor | None, lora: GroupLora | None
     ) -> tuple[Tensor, Tensor | None, bool]:
         """(x, what is still to be added to it) after x + linear(y), and whether `after_2D` was applied as well."""
         if not linear.has_row_kernel(x_TD.shape[0]):
-            return x_TD, linear(y_TE), False
+            return x_TD, linear(y_TE) if lora is None else lora.add_(linear(y_TE), y_TE), False
+        if lora is not None:
+            return lora.add_(linear.row(y_TE, residual_1N=x_TD), y_TE), None, False
         if after_2D is not None and linear.weight is not None and len(x_TD) == 1:
             return linear.row(y_TE, residual_1N=x_TD, after_2N=after_2D), None, True
         return linear.row(y_TE, residual_1N=x_TD), None, False

@@ -4,7 +4,7 @@ A decode step of N requests with Q rows each (Q - 1 drafts) is one program: embe
 and values, attention, head, choice of tokens. Everything that changes from step to step is in device buffers, so on a
 GPU the program is captured once and replayed with a single launch. Graphs are made when first needed, keyed by
 
-    (requests, rows each, how tokens are chosen, skip set, long context or not, steps of a launch)
+    (requests, rows each, how tokens are chosen, skip set, long context or not, steps of a launch, adapters or not)
 
 with the first two padded upwards (`DecodeShape`); padding rows write nothing. `CapturedStep` is such a program;
 `DecodeGraph` here, `PrefillGraph` (prefill_graph.py) and `DraftChainGraph` (draft_chain_graph.py) are the three kinds.
@@ -36,6 +36,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -50,6 +51,7 @@ from shoestring.kernels.runtime.host_ring import HostRing, Receipt, to_device
 from shoestring.kernels.runtime.triton_backend import fall_back
 from shoestring.kernels.sampling.sample_tokens import PARAMETERS, sample_tokens_
 from shoestring.model.skip import SkipSet
+from shoestring.serve.engine.adapters import AdapterBank, RowAdapters
 from shoestring.serve.engine.block_pool import RowSpan
 from shoestring.serve.engine.fused_decoder import AttentionTiles, FusedDecoder, RowPlacement
 from shoestring.serve.engine.kv_cache import KVCache
@@ -77,6 +79,8 @@ class GraphShape(Protocol):
 
     @property
     def num_requests(self) -> int: ...
+    @property
+    def adapted(self) -> bool: ...
     def __hash__(self) -> int: ...
     def make(self, owner: GraphCache) -> CapturedStep: ...
 
@@ -103,9 +107,12 @@ class PendingTokens:
 
 
 class GraphCache:
-    def __init__(self, fused: FusedDecoder, cache: KVCache, map_logits: LogitMap = identity) -> None:
+    def __init__(
+        self, fused: FusedDecoder, cache: KVCache, map_logits: LogitMap = identity, adapters: AdapterBank | None = None
+    ) -> None:
         """`map_logits` maps the model's logits to the tokens they are chosen from."""
-        self.fused, self.cache, self.map_logits = fused, cache, map_logits
+        self.fused, self.cache, self.map_logits, self.adapters = fused, cache, map_logits, adapters
+        self._adapters_seen = 0  # generation of the adapters' stacks
         self._width = cache.pool.blocks_for(fused.spec.max_positions)
         # One more entry after the tables, where padding rows write.
         self._tables = torch.zeros(0, dtype=torch.int32, device=fused.device)
@@ -166,16 +173,16 @@ class GraphCache:
         shape = self._shape(spans, samplings, skip)
         found = self._graphs.get(shape)
         most = found.steps_per_launch if isinstance(found, DecodeGraph) else 1
-        later = [RowSpan(s.blocks, s.start + most - 1, s.num) for s in spans]
+        later = [replace(s, start=s.start + most - 1) for s in spans]
         return most if self._shape(later, samplings, skip) == shape else 1
 
     def _shape(
         self, spans: Sequence[RowSpan], samplings: Sequence[Sampling] | None, skip: SkipSet | None, num_steps: int = 1
     ) -> DecodeShape:
         """Of the decode graph that holds these rows."""
-        num, each = self.padded(spans)
-        long = self.long_differs(num * each, skip) and spans[0].stop > self.fused.short_context
-        return DecodeShape(num, each, sampling_kind(samplings), skip, long, num_steps)
+        (num, each), adapted = self.padded(spans), any(s.adapter >= 0 for s in spans)
+        long = self.long_differs(num * each, skip, adapted) and spans[0].stop > self.fused.short_context
+        return DecodeShape(num, each, sampling_kind(samplings), skip, long, num_steps, adapted)
 
     def load_drafts(self, spans: Sequence[RowSpan], device_drafts: Sequence[DeviceDraft]) -> None:
         """Copy drafts that are on the device to where a launch of these spans reads them: behind the first row of
@@ -215,9 +222,9 @@ class GraphCache:
         graph.fill(spans, ids, samplings)
         return graph, graph.launch()
 
-    def long_differs(self, num_rows: int, skip: SkipSet | None) -> bool:
+    def long_differs(self, num_rows: int, skip: SkipSet | None, adapted: bool = False) -> bool:
         """Whether a step is another program beyond the short context."""
-        one_kernel = skip is None and self.fused.in_one_kernel
+        one_kernel = skip is None and not adapted and self.fused.in_one_kernel
         return num_rows == 1 and self.fused.short_context < math.inf and not one_kernel
 
     def padded(self, spans: Sequence[RowSpan]) -> tuple[int, int]:
@@ -243,6 +250,9 @@ class GraphCache:
         if self.cache.num_moves != self._num_moves:
             self._drop(*self._graphs)
             self._num_moves = self.cache.num_moves
+        if self.adapters is not None and self.adapters.generation != self._adapters_seen:
+            self._drop(*(held for held in self._graphs if held.adapted))
+            self._adapters_seen = self.adapters.generation
         self._resize_tables(shape.num_requests)
         found = self._graphs.pop(shape, None)
         if found is None:
@@ -343,9 +353,11 @@ class CapturedStep(ABC):
         skip: SkipSet | None,
         chosen: Tensor,
         num_steps: int = 1,
+        adapted: bool = False,
     ) -> None:
         """`num_chosen`: rows that tokens are chosen for; `num_own`: integers that the subclass adds; `chosen`: where
-        the program leaves its tokens; `num_steps`: that many buffers of integers, one after the other."""
+        the program leaves its tokens; `num_steps`: that many buffers of integers, one after the other; `adapted`: some
+        rows have adapters."""
         self.owner, self.num_requests, self.num_rows = owner, num_requests, num_rows
         self.kind, self.skip, self.chosen, device = kind, skip, chosen, owner.fused.device
         self._own_at = 5 * num_rows + num_chosen  # where the integers of the subclass begin
@@ -354,6 +366,9 @@ class CapturedStep(ABC):
         self.parameters_4R = torch.zeros(len(PARAMETERS), num_chosen, dtype=torch.float64, device=device)
         self.arrived_R = torch.zeros(num_chosen, dtype=torch.int32, device=device)  # by argmax_token_
         self._sent: list[Sampling] | None = None
+        # Not among the integers: products read them before the kernels before them have ended.
+        self._slots_T = torch.full((num_rows if adapted else 0,), -1, dtype=torch.int32, device=device)
+        self._slots_sent: list[int] | None = None
         self._seeds: Sequence[int] = [0] * num_chosen
         self.logits = torch.empty(0, device=device)
         self._ring = HostRing(self._numbers.numel(), 0 if kind == "logits" else chosen.numel(), device)
@@ -413,6 +428,18 @@ class CapturedStep(ABC):
         return given, position, slot
 
     @property
+    def _adapters(self) -> RowAdapters | None:
+        bank = self.owner.adapters
+        return RowAdapters(bank.stacks, self._slots_T) if bank is not None and len(self._slots_T) else None
+
+    def _send_slots(self, rows: list[int]) -> None:
+        """The adapter of each row; the rows after them are padding."""
+        rows += [-1] * (len(self._slots_T) - len(rows))
+        if len(self._slots_T) and rows != self._slots_sent:
+            self._slots_T.copy_(to_pinned(rows, torch.int32, self._slots_T.device), non_blocking=True)
+            self._slots_sent = rows
+
+    @property
     def seeds_R(self) -> Tensor:
         return self._numbers[5 * self.num_rows : self._own_at]
 
@@ -463,6 +490,7 @@ class DecodeShape(NamedTuple):
     skip: SkipSet | None = None
     long: bool = False  # a context beyond FusedDecoder.short_context
     num_steps: int = 1  # so many steps one after the other, with one row each
+    adapted: bool = False  # some rows have adapters
 
     def make(self, owner: GraphCache) -> DecodeGraph:
         return DecodeGraph(owner, *self)
@@ -480,6 +508,7 @@ class DecodeGraph(CapturedStep):
         skip: SkipSet | None,
         long: bool = False,
         num_steps: int = 1,
+        adapted: bool = False,
         chosen: Tensor | None = None,
     ) -> None:
         """As in `DecodeShape`. `chosen`: where the tokens are; None: in `last_R`."""
@@ -488,7 +517,8 @@ class DecodeGraph(CapturedStep):
         assert num_steps == 1 or (rows_each == 1 and kind != "logits")
         if chosen is None:
             chosen = owner.last_R[:num_rows] if num_steps == 1 else owner.last_R.new_zeros(num_steps * num_rows)
-        super().__init__(owner, num_requests, num_rows, num_rows, 2 * num_requests, kind, skip, chosen, num_steps)
+        sizes = num_requests, num_rows, num_rows, 2 * num_requests
+        super().__init__(owner, *sizes, kind, skip, chosen, num_steps, adapted)
 
     def _program(self) -> None:
         owner = self.owner
@@ -498,7 +528,7 @@ class DecodeGraph(CapturedStep):
             own = self._numbers[step * self._num_each + self._own_at : (step + 1) * self._num_each]
             tiles_N4 = own.view(torch.int32).view(self.num_requests, 4)
             tiles = AttentionTiles(tiles_N4, self.rows_each, self.num_splits)
-            rows = RowPlacement(position, slot, owner.tables(self.num_requests), (tiles,))
+            rows = RowPlacement(position, slot, owner.tables(self.num_requests), (tiles,), adapters=self._adapters)
             logits = owner.map_logits(owner.fused.row_logits(given, rows, owner.cache, self.skip, last, self.long))
             if self.kind == "logits":
                 self.logits = logits
@@ -512,11 +542,12 @@ class DecodeGraph(CapturedStep):
     def companions(self, grouped: bool) -> Iterator[GraphShape]:
         if self.num_steps > 1:
             return
-        shape = DecodeShape(self.num_requests, self.rows_each, self.kind, self.skip, self.long)
+        adapted = len(self._slots_T) > 0
+        shape = DecodeShape(self.num_requests, self.rows_each, self.kind, self.skip, self.long, adapted=adapted)
         for num_steps in self.group_sizes if grouped else ():
             yield shape._replace(num_steps=num_steps)
         # Only this graph, once made, tells whether the other differs.
-        if not self.long and self.owner.long_differs(self.num_rows, self.skip):
+        if not self.long and self.owner.long_differs(self.num_rows, self.skip, adapted):
             yield shape._replace(long=True)
 
     @property
@@ -540,6 +571,7 @@ class DecodeGraph(CapturedStep):
     ) -> None:
         """Write the integers of the next launch. `tokens`: request by request; None: all are on the device."""
         self._send_samplings([s for s in samplings or () for _ in range(self.rows_each)])
+        self._send_slots([s.adapter for s in spans for _ in range(self.rows_each)])
         located = locate_rows(spans, self.owner.cache.pool.block_size)
         own = self._write(located, located.span_T * self.rows_each + located.offset_T, tokens)
         tiles_N4 = own.view(np.int32).reshape(self.num_requests, 4)

@@ -172,10 +172,10 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
     return found
 
 
-def cache_root(model: Decoder, skip_set: str = "", weights: object = None) -> bytes:
-    """Where the hash chain of a model's blocks starts: (weights id, dtype of keys and values, skip set). `weights`:
-    the id where it is known.
+def cache_root(model: Decoder, skip_set: str = "", weights: object = None, adapter: str = "") -> bytes:
+    """Where the hash chain of a model's blocks starts: (weights id, dtype of keys and values, skip set, digest of the
+    adapter). `weights`: the id where it is known.
 
     Under FSDP2 call `Engine.forget_prefixes` after every change of the weights.
     """
-    return chain_root(weights or weights_id(model), model.compute_dtype, skip_set)
+    return chain_root(weights or weights_id(model), model.compute_dtype, skip_set, adapter)

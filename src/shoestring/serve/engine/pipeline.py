@@ -326,7 +326,7 @@ def build_batch(work: Work) -> tuple[Batch, list[Request]]:
         tokens += drafts[: max(0, stop - last - 1)]
         if pending is not None and drafts and drafts[0] < 0:
             device_drafts.append((len(spans), pending.tokens_NG, request.draft.row, len(drafts)))
-        spans.append(RowSpan(request.table.blocks, start, num))
+        spans.append(RowSpan(request.table.blocks, start, num, request.slot))
     return Batch(spans, tokens, rows, device_drafts), checked
 
 
@@ -349,7 +349,7 @@ def next_spans(places: Sequence[tuple[Request, BlockTable | None, bool]], num_co
     for request, table, lives in places:
         assert table is not None
         start = len(request.tokens) + num_coming - 1
-        spans.append(RowSpan(table.blocks, start, 1) if lives else RowSpan(table.blocks, 0, 0))
+        spans.append(RowSpan(table.blocks, start, 1, request.slot) if lives else RowSpan(table.blocks, 0, 0))
     return spans
 
 

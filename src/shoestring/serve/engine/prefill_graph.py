@@ -64,7 +64,7 @@ def launch_prefill(
     """The tokens after the first spans, one per Sampling; the prompts of the other spans are not complete.
     None the first time: capturing a graph takes as long as several such steps launched kernel by kernel."""
     num, rows = padded_size(len(spans), PREFILL_REQUESTS), padded_size(sum(s.num for s in spans), PREFILL_ROWS)
-    shape = PrefillShape(num, rows, sampling_kind(samplings), skip)
+    shape = PrefillShape(num, rows, sampling_kind(samplings), skip, any(s.adapter >= 0 for s in spans))
     if not graphs.seen_before(shape):
         return None
     graph: PrefillGraph = graphs.graph(shape, spans)
@@ -83,6 +83,7 @@ class PrefillShape(NamedTuple):
     num_rows: int
     kind: SamplingKind
     skip: SkipSet | None = None
+    adapted: bool = False
 
     def make(self, owner: GraphCache) -> PrefillGraph:
         return PrefillGraph(owner, *self)
@@ -90,7 +91,13 @@ class PrefillShape(NamedTuple):
 
 class PrefillGraph(CapturedStep):
     def __init__(
-        self, owner: GraphCache, num_requests: int, num_rows: int, kind: SamplingKind, skip: SkipSet | None
+        self,
+        owner: GraphCache,
+        num_requests: int,
+        num_rows: int,
+        kind: SamplingKind,
+        skip: SkipSet | None,
+        adapted: bool = False,
     ) -> None:
         spec = owner.fused.spec
         each = prefill_rows(spec.num_heads, spec.num_kv_heads)
@@ -102,7 +109,8 @@ class PrefillGraph(CapturedStep):
         )
         num_own = num_requests + 2 * sum(num for num, _, _ in self._tile_kinds)
         chosen = owner.last_R[:num_requests]
-        super().__init__(owner, num_requests, num_rows, num_requests, num_own, kind, skip, chosen)
+        sizes = num_requests, num_rows, num_requests, num_own
+        super().__init__(owner, *sizes, kind, skip, chosen, adapted=adapted)
 
     def _program(self) -> None:
         owner, num = self.owner, self.num_requests
@@ -114,7 +122,7 @@ class PrefillGraph(CapturedStep):
             AttentionTiles(part, each, cut) for part, (_, each, cut) in zip(parts, self._tile_kinds, strict=True)
         )
         # Rows of no tile become zeros: a Format may scale all rows by the largest value among them.
-        rows = RowPlacement(position_T, slot_T, owner.tables(num), tiles, padded=True)
+        rows = RowPlacement(position_T, slot_T, owner.tables(num), tiles, padded=True, adapters=self._adapters)
         hidden_TD = owner.fused.hidden(given_T, rows, owner.cache, self.skip)
         logits_NV = owner.map_logits(owner.fused.logits(hidden_TD.index_select(0, last_row_N)))
         self._choose(logits_NV, position_T.index_select(0, last_row_N), self.chosen)
@@ -122,6 +130,7 @@ class PrefillGraph(CapturedStep):
     def fill(self, spans: Sequence[RowSpan], tokens: Sequence[int], samplings: Sequence[Sampling]) -> None:
         """Write the integers of the next launch."""
         self._send_samplings(list(samplings))
+        self._send_slots([s.adapter for s in spans for _ in range(s.num)])
         located = locate_rows(spans, self.owner.cache.pool.block_size)
         own, num = self._write(located, np.arange(len(located.span_T)), tokens), self.num_requests
         first_N = located.num_N.cumsum() - located.num_N

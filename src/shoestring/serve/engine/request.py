@@ -18,6 +18,7 @@ from torch import Tensor
 from shoestring.errors import UserError, shown, suggest
 from shoestring.model.skip import SkipSet
 from shoestring.model.transformer import Decoder
+from shoestring.serve.engine.adapters import ServedAdapter
 from shoestring.serve.engine.block_pool import BlockTable
 from shoestring.serve.engine.sampling import Sampling
 from shoestring.serve.speculative.verify import COUPLED, RULES, VerifyRule
@@ -126,6 +127,7 @@ class Request:
     error: UserError | None = None  # why the engine ended it, with the finish reason "error"
     # (weights, first new token that they wrote), where weights may change while the server runs; None: as loaded.
     versions: list[tuple[WeightsVersion | None, int]] = field(default_factory=list)
+    adapter: ServedAdapter | None = None  # None: the base model
     # Sublayers to leave out (skip_policy.py): `skip` below position switch_at, `late_skip` from there on.
     skip: SkipSet | None = None
     late_skip: SkipSet | None = None
@@ -145,6 +147,11 @@ class Request:
     @property
     def drafts(self) -> list[int]:
         return self.draft.tokens
+
+    @property
+    def slot(self) -> int:
+        """Of its adapter; -1: none."""
+        return -1 if self.adapter is None else self.adapter.slot
 
     @property
     def new_tokens(self) -> list[int]:

@@ -14,6 +14,9 @@ Three ways to compute a step, the first that can:
             skip policy watches the residual stream. On a CPU, a model whose layers round their inputs to 8 bits
             computes a single row in one call or a few (cpu_decode.py)
 
+Rows may have adapters (adapters.py), which graphs and the fused forward read beside the weights. The one-kernel step of
+one row and the CPU's single call compute the base model only.
+
 `skip` is the set of sublayers that a step leaves out, None for the whole model. A batch has one set.
 
 Shapes: T rows of the step, R rows with logits, V vocabulary.
@@ -25,6 +28,7 @@ import time
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -37,6 +41,7 @@ from shoestring.errors import UserError
 from shoestring.kernels.runtime.triton_backend import fall_back, triton_usable
 from shoestring.model.skip import SkipSet, Watch
 from shoestring.model.transformer import Decoder
+from shoestring.serve.engine.adapters import AdapterBank, RowAdapters
 from shoestring.serve.engine.block_pool import BlockPool, RowSpan
 from shoestring.serve.engine.cpu_decode import CompiledDecodeStep, executor_of
 from shoestring.serve.engine.draft_chain_graph import holds_chain, launch_chain
@@ -70,7 +75,8 @@ class Runner:
         self._cpu: CompiledDecodeStep | None = None  # few rows on a CPU, inputs rounded to 8 bits
         self._weights: object = None  # `weights_id` at the last `refresh`
         self.version: WeightsVersion | None = None  # of weights that were written with `weights_written`
-        self._roots: dict[tuple[torch.dtype, str], bytes] = {}  # by dtype and skip set
+        self._roots: dict[tuple[torch.dtype, str, str], bytes] = {}  # by dtype, skip set and adapter
+        self.adapters = AdapterBank(model)
         self._warmed = 0  # rows of the largest warm-up pass with these weights
         if graphs and (unusable(model) or FusedDecoder.unsupported(model.plan)):
             raise UserError(
@@ -114,7 +120,7 @@ class Runner:
         elif made := self._fused is None or changed:
             self._fused = self._graphs = None  # free before the copies are made
             self._fused = FusedDecoder(self.model)
-            self._graphs = GraphCache(self._fused, self.cache, self._map_logits)
+            self._graphs = GraphCache(self._fused, self.cache, self._map_logits, self.adapters)
         if made or changed:
             self._weights = weights_id(self.model)  # building the fused copies may have moved them
             self._roots.clear()
@@ -148,14 +154,14 @@ class Runner:
             return True
         return False
 
-    def cache_root(self, skip_set: str = "") -> bytes:
+    def cache_root(self, skip_set: str = "", adapter: str = "") -> bytes:
         """`cache_root` for the weights that the last `refresh` saw."""
         if self._weights is None:
             self.refresh()
-        key = self.model.compute_dtype, skip_set
+        key = self.model.compute_dtype, skip_set, adapter
         if key not in self._roots:
             weights = self._weights if self.version is None else (self.version, self._weights)
-            self._roots[key] = cache_root(self.model, skip_set, weights)
+            self._roots[key] = cache_root(self.model, skip_set, weights, adapter)
         return self._roots[key]
 
     # -- a step ---------------------------------------------------------------------------------------------
@@ -275,6 +281,7 @@ class Runner:
 
     def _plain(self, batch: Batch, skip: SkipSet | None, watch: Watch | None) -> Tensor:
         short = self._cpu.taken(batch.spans) if self._cpu is not None and skip is None and watch is None else []
+        short = [i for i in short if batch.spans[i].adapter < 0]
         if not short:
             return self._by_the_model(batch, skip, watch)
         if len(short) == len(batch.spans):
@@ -297,7 +304,7 @@ class Runner:
         options: dict[str, Any] = {} if skip is None else {"skip": skip}
         if watch is not None:
             options["watch"] = watch
-        with _few_plans(batch):
+        with _few_plans(batch), self.adapters.applied(row_slots(batch.spans)):
             logits = self.model(
                 tokens[None],
                 torch.tensor([positions], device=device),
@@ -314,7 +321,12 @@ class Runner:
         num, num_wanted = len(rows.positions_T), len(batch.rows)
         tokens, wanted = batch.tokens, _tensor(batch.rows, few_sizes(num_wanted))
         known = [] if isinstance(tokens, Tensor) else [_tensor(tokens, num)]
+        if any(s.adapter >= 0 for s in batch.spans):
+            slots = row_slots(batch.spans)
+            known.append(torch.tensor([*slots, *[-1] * (num - len(slots))], dtype=torch.int32))
         rows, (wanted, *known) = rows.to(fused.device, wanted, *known)
+        if any(s.adapter >= 0 for s in batch.spans):
+            rows = replace(rows, adapters=RowAdapters(self.adapters.stacks, known.pop()))
         given = F.pad(tokens, (0, num - len(tokens))) if isinstance(tokens, Tensor) else known[0]
         with _few_plans(batch):
             x_TD = fused.hidden(given, rows, self.cache, skip)
@@ -325,10 +337,17 @@ class Runner:
         self.cache.discard_nonfinite(blocks)
 
     def prompt_logprob_parts(
-        self, tokens: Sequence[int], num_top: int, chunk: int
+        self, tokens: Sequence[int], num_top: int, chunk: int, slot: int = -1
     ) -> Iterator[list[TokenLogprob | None]]:
-        """Log-probabilities of a prompt's tokens, each with the `num_top` likeliest; the KV cache is not used."""
-        return prompt_logprob_parts(self.model, tokens, num_top, chunk)
+        """Log-probabilities of a prompt's tokens, each with the `num_top` likeliest; the KV cache is not used. `slot`:
+        of an adapter."""
+        parts = prompt_logprob_parts(self.model, tokens, num_top, chunk)
+        while True:
+            with self.adapters.applied([slot]):
+                part = next(parts, None)
+            if part is None:
+                return
+            yield part
 
     def embedding_parts(self, texts: Sequence[Sequence[int]], pooling: Pooling, chunk: int) -> Iterator[Tensor | None]:
         """The vectors of texts that are computed together (embedding.py); the KV cache is not used."""
@@ -359,9 +378,10 @@ class Runner:
     def apart(self, pool: BlockPool) -> Runner:
         """The same model with a cache of its own."""
         apart = Runner(self.model, pool, graphs=self._wanted, map_logits=self._map_logits)
+        apart.adapters = self.adapters
         if self.ready():
             apart._fused = self.fused
-            apart._graphs = GraphCache(self.fused, apart.cache, self._map_logits)
+            apart._graphs = GraphCache(self.fused, apart.cache, self._map_logits, self.adapters)
         else:
             self.refresh()  # there may have been no step yet
             apart._cpu = self._cpu
@@ -377,6 +397,11 @@ def part_of(batch: Batch, chosen: Sequence[int]) -> tuple[Batch, list[int]]:
     wanted = [index for index, row in enumerate(batch.rows) if row in moved]
     spans, own = [batch.spans[i] for i in chosen], [moved[batch.rows[index]] for index in wanted]
     return Batch(spans, [tokens[row] for row in rows], own), wanted
+
+
+def row_slots(spans: Sequence[RowSpan]) -> list[int]:
+    """The adapter of each row."""
+    return [span.adapter for span in spans for _ in range(span.num)]
 
 
 def _few_plans(batch: Batch) -> AbstractContextManager[None]:

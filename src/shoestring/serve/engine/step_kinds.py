@@ -85,7 +85,10 @@ class StepKind(NamedTuple):
 def decode_sizes(limits: StepLimits, runner: Runner) -> Iterator[DecodeShape]:
     for each in limits.rows_each:
         sizes = sizes_up_to(limits.max_requests, REQUESTS if each == 1 else REQUESTS_DRAFTED)
-        yield from _decode_shapes(sizes[::-1], limits.samplings, [each], limits.skip)  # tables grow once
+        for shape in _decode_shapes(sizes[::-1], limits.samplings, [each], limits.skip):  # tables grow once
+            yield shape
+            if runner.adapters.names:
+                yield shape._replace(adapted=True)
 
 
 def rehearsed_decode(limits: StepLimits, runner: Runner) -> Iterator[DecodeShape]:

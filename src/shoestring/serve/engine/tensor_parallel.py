@@ -24,7 +24,7 @@ import contextlib
 import json
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from enum import IntEnum
 from itertools import chain, islice
@@ -36,12 +36,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shoestring.errors import UserError, lost_peer
 from shoestring.mesh import Mesh, MeshConfig, open_mesh
+from shoestring.model.adapter_folder import AdapterFile
 from shoestring.model.parallel import tensor_parallel_
 from shoestring.model.skip import SkipSet, Watch
 from shoestring.model.transformer import Decoder
+from shoestring.serve.engine.adapters import AdapterBank
 from shoestring.serve.engine.block_pool import BlockPool, RowSpan
 from shoestring.serve.engine.embedding import POOLINGS, Pooling, embedding_parts
-from shoestring.serve.engine.logit_rules import TokenLogprob, prompt_logprob_parts
+from shoestring.serve.engine.logit_rules import TokenLogprob
 from shoestring.serve.engine.rank_failure import LOST_AFTER_S, RankFailureWatch
 from shoestring.serve.engine.runner import Batch, Runner
 from shoestring.serve.engine.weight_pull import BackgroundPull
@@ -155,6 +157,10 @@ class Ranks:
         """This process's share of the weights, for updates."""
         return WeightTarget(model, tp_rank=self.mesh.tp_rank, tp_size=self.mesh.tp)
 
+    def adapters(self, model: Decoder) -> AdapterBank:
+        """For this process's share of adapters."""
+        return AdapterBank(model, self.mesh.tp_rank, self.mesh.tp)
+
     def all_have(self, mine: bool) -> bool:
         """Whether `mine` is true on every process."""
         flag = torch.tensor(int(mine))
@@ -168,8 +174,11 @@ class Ranks:
             runner.weights_written(taken[1])
 
     @torch.no_grad()
-    def follow(self, model: Decoder, pull: BackgroundPull | None = None) -> None:
-        """Compute what the first process sends, until it closes. `pull`: where new weights come from."""
+    def follow(
+        self, model: Decoder, pull: BackgroundPull | None = None, adapters: Mapping[str, AdapterFile] | None = None
+    ) -> None:
+        """Compute what the first process sends, until it closes. `pull`: where new weights come from; `adapters`: those
+        that the first process loads, in its order."""
         runner: Runner | None = None
         skips: list[SkipSet] = []
         parts: Iterator[object] = iter(())
@@ -185,14 +194,18 @@ class Ranks:
                 if order is Order.OPEN:
                     num_blocks, block_size = body
                     runner, skips = Runner(model, BlockPool(num_blocks, block_size, grows=True)), []
+                    runner.adapters = self.adapters(model)
+                    for name, file in (adapters or {}).items():
+                        runner.adapters.load(name, file)
                 elif order is Order.SKIP:
                     skips.append(SkipSet.from_json(json.loads(bytes(body).decode())))
                 elif order is Order.DISCARD:
                     assert runner is not None
                     runner.discard_nonfinite(body)
                 elif order is Order.SCORE:
-                    num_top, chunk, *tokens = body
-                    parts = prompt_logprob_parts(model, tokens, num_top, chunk)
+                    num_top, chunk, slot, *tokens = body
+                    assert runner is not None
+                    parts = runner.prompt_logprob_parts(tokens, num_top, chunk, slot)
                     next(parts)
                 elif order is Order.EMBED:
                     pooling, chunk, num, *rest = body
@@ -222,7 +235,7 @@ class LeadRunner(Runner):
 
     def __init__(self, model: Decoder, pool: BlockPool, ranks: Ranks) -> None:
         super().__init__(model, pool)
-        self._ranks = ranks
+        self._ranks, self.adapters = ranks, ranks.adapters(model)
         self._numbers: dict[str, int] = {}  # skip set id -> its number with the others
         ranks.send(Order.OPEN, [pool.num_blocks, pool.block_size])
 
@@ -255,13 +268,13 @@ class LeadRunner(Runner):
             return self._ranks.all_have(True)
 
     def prompt_logprob_parts(
-        self, tokens: Sequence[int], num_top: int, chunk: int
+        self, tokens: Sequence[int], num_top: int, chunk: int, slot: int = -1
     ) -> Iterator[list[TokenLogprob | None]]:
-        parts = super().prompt_logprob_parts(tokens, num_top, chunk)
+        parts = super().prompt_logprob_parts(tokens, num_top, chunk, slot)
         for start in range(0, max(1, len(tokens) - 1), chunk):
             with self._ranks.lockstep():
                 if start == 0:
-                    self._ranks.send(Order.SCORE, [num_top, chunk, *tokens])
+                    self._ranks.send(Order.SCORE, [num_top, chunk, slot, *tokens])
                 else:
                     self._ranks.send(Order.SCORE_ON, [])
                 part = next(parts)
@@ -289,12 +302,12 @@ class LeadRunner(Runner):
 
 
 def pack_batch(batch: Batch, block_size: int) -> list[int]:
-    """A Batch as numbers: counts, then (start, rows, blocks) of each span, tokens, rows with logits."""
+    """A Batch as numbers: counts, then (start, rows, adapter, blocks) of each span, tokens, rows with logits."""
     tokens = batch.tokens.tolist() if isinstance(batch.tokens, Tensor) else list(batch.tokens)
     body = [len(batch.spans), len(tokens), len(batch.rows)]
     for span in batch.spans:
         blocks = list(span.blocks[: -(-span.stop // block_size)])
-        body += [span.start, span.num, len(blocks), *blocks]
+        body += [span.start, span.num, span.adapter, len(blocks), *blocks]
     return [*body, *tokens, *batch.rows]
 
 
@@ -302,9 +315,9 @@ def unpack_batch(body: Sequence[int]) -> Batch:
     num_spans, num_tokens, num_rows = body[:3]
     at, spans = 3, []
     for _ in range(num_spans):
-        start, num, num_blocks = body[at : at + 3]
-        at += 3
-        spans.append(RowSpan(list(body[at : at + num_blocks]), start, num))
+        start, num, adapter, num_blocks = body[at : at + 4]
+        at += 4
+        spans.append(RowSpan(list(body[at : at + num_blocks]), start, num, adapter))
         at += num_blocks
     tokens, rows = body[at : at + num_tokens], body[at + num_tokens :]
     assert len(rows) == num_rows
