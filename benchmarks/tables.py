@@ -13,12 +13,14 @@ import argparse
 import importlib
 import re
 import sys
+from functools import cache
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[1]
 MARKED = re.compile(r"(<!-- results:([\w.]+) -->\n).*?(<!-- /results -->)", re.DOTALL)
 
 
+@cache  # a table of a method's page is one of results/, too
 def table(name: str) -> str:
     """`NAME` is `table()` of the script NAME.py, `NAME.OTHER` its `OTHER()`."""
     module, _, function = name.partition(".")

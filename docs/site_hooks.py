@@ -23,6 +23,7 @@ REPO = Path(__file__).resolve().parents[1]
 PROJECT_PAGES = (
     *("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "CODE_OF_CONDUCT.md"),
     "benchmarks/README.md",
+    "results/README.md",
     *sorted(path.relative_to(REPO).as_posix() for path in (REPO / "experiments").glob("*.md")),
 )
 # Addresses of the site before pages were sorted by kind.

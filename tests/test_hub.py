@@ -273,7 +273,7 @@ def shrunk_run(folder: Path, command: Any) -> Path:
     save_model(folder / "dense", served_model(tokenizer.vocab_size), tokenizer)
     (folder / "some.txt").write_text("The cat sat on the mat. " * 40)
     settings = ["text=some.txt", "max_tokens=64", "context=32", "run=small"]
-    command("quantize", "dense", "int4:g16", *settings)
+    command("quantize", "dense", "int4:g16", "method=rtn", *settings)
     (folder / "small" / "model" / "notes.pkl").write_bytes(b"mine")
     return folder / "small"
 

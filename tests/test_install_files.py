@@ -1,4 +1,4 @@
-"""What pins and packs: the lock agrees with the constraints and names no place; the Dockerfile takes what is there."""
+"""What pins and packs: the lock agrees with the constraints and names no place."""
 
 from __future__ import annotations
 
@@ -39,17 +39,10 @@ def test_the_lock_holds_every_package_that_is_asked_for() -> None:
     assert names <= pins("requirements.lock").keys()
 
 
-@pytest.mark.parametrize("name", ["requirements.lock", "constraints.txt", "Dockerfile", "pyproject.toml"])
+@pytest.mark.parametrize("name", ["requirements.lock", "constraints.txt", "pyproject.toml"])
 def test_no_file_names_a_place_to_install_from(name: str) -> None:
     text = (REPO / name).read_text(encoding="utf-8")
     assert not re.search(r"https?://|file:|--(extra-)?index-url|git\+| @ ", text)
-
-
-def test_the_dockerfile_takes_files_that_are_sent_and_there() -> None:
-    copied = re.findall(r"^COPY (.+) \S+$", (REPO / "Dockerfile").read_text(encoding="utf-8"), flags=re.MULTILINE)
-    files = {file for line in copied for file in line.split()}
-    sent = set(re.findall(r"^!(.+)$", (REPO / ".dockerignore").read_text(encoding="utf-8"), flags=re.MULTILINE))
-    assert files == sent and all((REPO / file).exists() for file in files)
 
 
 def test_versions_agree() -> None:

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import docs
+
 REPO = Path(__file__).resolve().parents[1]
 PAGES = [
-    *(REPO / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")),
+    *(REPO / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md", "results/README.md")),
     *sorted((REPO / "experiments").glob("*.md")),
     *sorted((REPO / "docs").rglob("*.md")),
 ]
@@ -56,42 +58,33 @@ def test_the_readme_of_a_folder_lists_its_scripts(folder: str) -> None:
     assert listed == {p.stem for p in (REPO / folder).glob("*.py")} - {"__init__"}
 
 
-def prose(page: Path) -> str:
-    """A page without its generated tables."""
-    return re.sub(r"<!-- results:.*?<!-- /results -->", "", page.read_text(), flags=re.DOTALL)
-
-
-def test_the_readme_is_one_page() -> None:
-    text = (REPO / "README.md").read_text()
-    assert len(text.splitlines()) <= 150 and text.count("docs/figures/") >= 2
+def test_the_readme_is_one_screen() -> None:
+    text = docs.README.read_text()
     headlines = text.partition("<!-- results:headlines -->")[2].partition("<!-- /results -->")[0].strip().splitlines()
     assert 2 < len(headlines) <= 2 + 8  # two lines of header
+    assert docs.words(text) <= 650 and docs.longest_cell() <= 8 and text.count("](docs/figures/") == 1
+    assert "make demo" in text and "make test" in text
 
 
 @pytest.mark.parametrize("page", sorted((REPO / "docs/methods").glob("*.md")), ids=lambda p: p.stem)
 def test_method_pages_are_short_and_say_when_not_to_use_the_method(page: Path) -> None:
     """What does not fit belongs on the method's lab page in experiments/."""
-    text = prose(page)
-    assert len(text.split()) <= 1250
-    assert "## When not to use it" in text and "](../figures/" in text and "shoestring " in text
+    text = docs.by_hand(page)
+    assert docs.words(text) <= 700
+    assert page.read_text().count("<!-- results:") <= 2, "the short table; the others stand in docs/results/"
+    assert "## When not to use it" in text and "shoestring " in text
 
 
-LONG = {"design.md"}
+@pytest.mark.parametrize("page", docs.plain_pages(), ids=lambda p: str(p.relative_to(REPO)))
+def test_sentences_for_users_are_short(page: Path) -> None:
+    assert not docs.faults(page)
 
 
-@pytest.mark.parametrize(
-    "page",
-    [p for folder in (".", "start", "guides", "explain") for p in sorted((REPO / "docs" / folder).glob("*.md"))],
-    ids=lambda p: p.stem,
-)
-def test_pages_for_users_are_short(page: Path) -> None:
-    """What one looks up belongs in docs/reference/, what was tried in experiments/."""
-    assert page.name in LONG or len(prose(page).split()) <= 2500
+def test_pages_are_short() -> None:
+    assert sum(docs.words(docs.by_hand(page)) for page in docs.pages()) <= 36_000
 
 
-def test_the_tutorial_has_every_stage_of_the_demo() -> None:
-    recipe = (REPO / "src/shoestring/recipes/demo.py").read_text()
-    stages = re.search(r"^STAGES.*?= \((.*?)^\)", recipe, flags=re.MULTILINE | re.DOTALL)
-    assert stages is not None
-    told = re.findall(r"^(\d+)\. \*\*", (REPO / "docs/start/tutorial.md").read_text(), flags=re.MULTILINE)
-    assert [int(number) for number in told] == list(range(1, 1 + len(stages[1].split())))
+def test_pages_for_users_name_no_commits() -> None:
+    """Tables do, below; a sentence about a commit belongs on a lab page."""
+    for page in docs.pages():
+        assert not re.findall(r"\b(?=[a-f]*\d)(?=\d*[a-f])[0-9a-f]{7,8}\b", docs.by_hand(page)), page

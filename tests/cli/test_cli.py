@@ -277,7 +277,7 @@ def test_short_forms_are_the_recipes(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "some.txt").write_text(TEXT * 20)
     (tmp_path / "s.yaml").write_text("run: r\nmax_tokens: 64\ntext: some.txt\ncontext: 32\n")
-    rounded = cli("quantize", model_folder, "int4:g32", "--config", "s.yaml", "run=one")
+    rounded = cli("quantize", model_folder, "int4:g32", "method=rtn", "--config", "s.yaml", "run=one")
     assert rounded.code == 0, rounded
     assert f"= shoestring run shrink/rtn --config s.yaml model={model_folder} format=int4:g32 run=one\n" in rounded.out
     assert json.loads((tmp_path / "one" / "config.json").read_text())["config"]["max_tokens"] == 64
@@ -285,6 +285,9 @@ def test_short_forms_are_the_recipes(
     calibrated = cli("quantize", model_folder, "int4:g32", "calib=some.txt", *small)
     assert calibrated.code == 0, calibrated
     assert json.loads((tmp_path / "two" / "config.json").read_text())["config"]["method"] == "gptq+clip"
+    own = cli("quantize", model_folder, "int4:g32", "calib_windows=1", "calib_context=16", "run=three")
+    assert own.code == 0 and "shrink/ptq" in own.out and "quality lost: KL divergence" in own.out, own
+    assert "shrink/rtn" in cli("quantize", model_folder, "int8:g32", "run=four").out  # what calibration hardly changes
     for argv, said in (
         (["pretrain", "nowhere.txt", "steps=1"], "shoestring run train/dense data=nowhere.txt steps=1"),
         (["pretrain", "data=nowhere.txt", "--method", "sste"], "shoestring run train/sparse24_sste data=nowhere.txt"),

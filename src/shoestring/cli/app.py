@@ -54,6 +54,9 @@ from shoestring.paths import check_text, find_model
 if TYPE_CHECKING:
     pass
 
+# `quantize` calibrates these formats, on so many windows of text that the model writes.
+CALIBRATED, OWN_WINDOWS = ("int2", "int3", "int4", "nf", "fp3", "fp4"), 8
+
 app = typer.Typer(
     name="shoestring",
     help="Train, shrink and serve language models on a shoestring.",
@@ -152,19 +155,21 @@ def quantize(
     overrides: OverridesArgument = None,
     config: ConfigOption = None,
 ) -> None:
-    """Shrink a model to few bits. Short for: run shrink/rtn, or run shrink/ptq with calib=FILE or method=..."""
+    """Shrink a model to few bits, calibrated on text that it writes itself. Short for: run shrink/ptq; with method=rtn,
+    and for formats that are not calibrated, run shrink/rtn."""
     from shoestring.model.encoder_types import encoder_type
 
     given = overrides or []
     if _is_setting(format):  # the format was left out
         given, format = [format, *given], "int4"
-    keys = {item.partition("=")[0] for item in given}
-    encoder = encoder_type(find_model(model)) is not None
-    if encoder or {"calib", "method"} & keys:
-        method = [] if "method" in keys else [f"method={'rtn' if encoder and 'calib' not in keys else 'gptq+clip'}"]
-        _run_short_form("shrink/ptq", [f"model={model}", f"format={format}", *method, *given], config)
-    else:
-        _run_short_form("shrink/rtn", [f"model={model}", f"format={format}", *given], config)
+    keys, recipe, added = {item.partition("=")[0] for item in given}, "shrink/ptq", []
+    if encoder_type(find_model(model)) is not None:
+        added = [] if {"calib", "method"} & keys else ["method=rtn"]
+    elif "calib" not in keys and ("method=rtn" in given or not format.startswith(CALIBRATED)):
+        recipe, given = "shrink/rtn", [item for item in given if item != "method=rtn"]
+    elif not {"calib", "calib_windows"} & keys:
+        added = [f"calib_windows={OWN_WINDOWS}"]
+    _run_short_form(recipe, [f"model={model}", f"format={format}", *added, *given], config)
 
 
 for verb in (generate, chat, serve):  # here: verbs are listed in the order in which they are added

@@ -72,6 +72,9 @@ class Left:
     num_bytes: int = field(default=0, compare=False)  # of its parameters, in the dtype they have now
 
 
+ENDS = ("head", "lm_head", "embed")  # rounded to nearest by every method, and counted by themselves
+
+
 @dataclass
 class ConvertReport:
     """What `convert` did; `print(report)` shows it as a table, with layer numbers folded."""
@@ -81,9 +84,10 @@ class ConvertReport:
 
     @property
     def bits_per_weight(self) -> float:
-        """Stored bits per weight over the changed layers, once packed."""
-        weights = sum(c.shape[0] * c.shape[1] for c in self.changed)
-        bits = sum(c.format.bits_per_weight(c.shape) * c.shape[0] * c.shape[1] for c in self.changed)
+        """Stored bits per weight over the changed layers, once packed: without embedding and head, where others are."""
+        layers = [c for c in self.changed if c.name not in ENDS] or self.changed
+        weights = sum(c.shape[0] * c.shape[1] for c in layers)
+        bits = sum(c.format.bits_per_weight(c.shape) * c.shape[0] * c.shape[1] for c in layers)
         return bits / weights if weights else 0.0
 
     def __str__(self) -> str:

@@ -252,7 +252,7 @@ def calibration_windows(
         if not _can_write(loaded):
             raise UserError(
                 f"method={method} needs a calibration text: give calib=FILE or a corpus, several with commas between; "
-                "not the text that is evaluated"
+                "not the text that is evaluated; or round without one: method=rtn"
             )
         print(f"no calib= was given: the model writes {num_windows} windows of text itself (calib={OWN})", flush=True)
         source = calib = OWN

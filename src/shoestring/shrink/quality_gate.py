@@ -150,7 +150,8 @@ def judge(
     if problems is None and not any(row.get("perplexity") for row in log.evaluations()):
         log.say("perplexity was not measured; give text=FILE to measure it")
     if kl is not None:
-        log.say(f"KL divergence from the original model: {kl:.3g} nats per token, on {KL_TOKENS} tokens")
+        lost = f"{100 * math.expm1(min(kl, 10)):.0f}% more perplexity"
+        log.say(f"quality lost: KL divergence {kl:.3g} nats per token on {KL_TOKENS} tokens, {lost}")
     broken = [*broken_perplexity(log.evaluations(), max_perplexity), *broken_predictions(kl, max_perplexity)]
     broken += [*(problems or ()), *broken_layers(model)]
     for problem in broken:

@@ -37,7 +37,6 @@ from shoestring.shrink.clip import Clip
 from shoestring.shrink.gptq import Gptq
 
 HEADS = ("head", "lm_head")  # converted only by a rule that spells the name, as in `convert`
-ENDS = (*HEADS, "embed")  # rounded to nearest, and counted by themselves
 
 
 class Method(Protocol):
@@ -87,9 +86,7 @@ class QuantizeReport:
 
     @property
     def bits_per_weight(self) -> float:
-        """Of the layers that the method is for: without embedding and head."""
-        inner = [c for c in self.converted.changed if c.name not in ENDS]
-        return ConvertReport(inner).bits_per_weight
+        return self.converted.bits_per_weight
 
     def to_json(self) -> dict[str, Any]:
         return {

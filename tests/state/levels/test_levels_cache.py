@@ -1,4 +1,4 @@
-"""The levels in a foreign loop: the program of docs/explain/checkpoint_levels.md, run again after its end; settings."""
+"""The levels in a foreign loop: the program of docs/guides/crashes.md, run again after its end; settings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shoestring.state.levels.host_folder import host_folder
 from shoestring.state.levels.place import HostPlace
 from shoestring.state.levels.settings import CheckpointConfig, LevelsConfig, check_checkpoints
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "explain" / "checkpoint_levels.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "guides" / "crashes.md"
 SETTINGS = CheckpointConfig(checkpoint="auto", levels=LevelsConfig(mttf_hours=1e-9, budget=0.5))
 
 

@@ -40,6 +40,7 @@ from shoestring.config import deciding, option, to_json
 from shoestring.device import pick_device, pick_dtype
 from shoestring.evals.model_row import check_apart, evaluate_row, text_tokens
 from shoestring.formats import Format, pack
+from shoestring.formats.convert import ENDS
 from shoestring.host.block_offload import check_spill
 from shoestring.model.blocks import BlocksModel
 from shoestring.model.encoder_types import encoder_type
@@ -78,7 +79,7 @@ from shoestring.shrink.clip import Clip
 from shoestring.shrink.gptq import Gptq
 from shoestring.shrink.mixed_bits import MixedBits, check_candidates, choose_by_damage, read_candidates
 from shoestring.shrink.quality_gate import judge, mean_kl, outlier_table, outliers, predictions, refuse, verify_model
-from shoestring.shrink.quantize import ENDS, METHODS, Method, plan, usual_inputs
+from shoestring.shrink.quantize import METHODS, Method, plan, usual_inputs
 from shoestring.shrink.whole_model import with_embedding
 
 DAMAGE = "damage.jsonl"  # finished trials of bits_budget
