@@ -6,8 +6,9 @@
 The shape of Llama-3-8B with random weights, in bf16 and in int4 (head int8), and eight adapters of rank 16 on all
 linear layers of its blocks. Eight requests, one of each adapter: 128 tokens in, 256 out, greedy; tokens per second
 after the first token of each request. The baseline is the same batch of the base model, in an engine that knows no
-adapter. Nothing is recorded unless a small model in fp32 gives, in one batch through graphs, the texts that it gives
-with each adapter merged into it; one may differ, where two tokens are as likely up to rounding.
+adapter. Nothing is recorded unless the kernels are as near to fp64 as their reference, and a small model in fp32
+gives, in one batch through graphs, the texts that it gives with each adapter merged into it; one may differ, where two
+tokens are as likely up to rounding.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ import argparse
 import copy
 import statistics
 import time
+from typing import Any
 
 import torch
 
-from benchmarks.decode import NEW, PROMPT, attempt, built, prompts
+from benchmarks.decode import MODELS, NEW, PROMPT, attempt, built, prompts
 from benchmarks.results import markdown, newest, provenance, record
 from shoestring.errors import as_command
 from shoestring.formats.adapter import LoraWeights
+from shoestring.kernels.gemv.gather_lora import gather_lora_, gather_lora_ref_
 from shoestring.model import Decoder, ModelSpec
 from shoestring.model.adapter_folder import AdapterFile, linear_shapes, merge_adapter_
 from shoestring.serve import Engine, Sampling
@@ -44,6 +47,24 @@ def adapters(model: Decoder, size: float = 0.02) -> dict[str, AdapterFile]:
                 weights[name] = LoraWeights(a, b, 2.0)
         made[f"adapter {n}"] = AdapterFile(weights, str(n))
     return made
+
+
+def check_kernel(device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> None:
+    """The products of a layer of the shape in fp64 from the same numbers: at most twice as far as the reference."""
+    spec = MODELS[SHAPE]
+    d, ff, kv = spec.d_model, spec.d_ff, spec.num_kv_heads * spec.head_dim
+    slot = torch.tensor([3, -1, 0, 7, 5, 5, 2, 1], dtype=torch.int32, device=device)
+    for width, ends, swiglu in ((d, (d, d + kv, d + 2 * kv), False), (d, (ff, 2 * ff), True), (ff, (d,), False)):
+        shapes = (NUM, ends[-1]), (NUM, width), (NUM, len(ends) * RANK, width), (NUM, ends[-1], RANK), (width,)
+        y, x, a, b, norm = (torch.randn(s, device=device).to(dtype) for s in shapes)
+        a *= width**-0.5
+        fused: dict[str, Any] = {"norm_K": norm if width == d else None, "eps": 1e-5, "swiglu": swiglu}
+        exact = {**fused, "norm_K": None if fused["norm_K"] is None else norm.double()}
+        want = gather_lora_ref_(y.double(), x.double(), a.double(), b.double(), slot, ends, **exact)
+        eager, got = (of(y.clone(), x, a, b, slot, ends, **fused) for of in (gather_lora_ref_, gather_lora_))
+        errors = [float((t - want).square().mean().sqrt()) for t in (got, eager)]
+        print(f"kernel {width} -> {ends}: RMS error {errors[0]:.2e}, reference {errors[1]:.2e}", flush=True)
+        assert errors[0] <= 2 * errors[1]
 
 
 @torch.no_grad()
@@ -146,6 +167,7 @@ def main() -> None:
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("this bench times kernels and needs a CUDA GPU")
+    check_kernel()
     check()
     for format in args.formats:
         with attempt(format):
