@@ -379,6 +379,32 @@ def loss_curves() -> str:
     )
 
 
+def race_curves() -> str:
+    """Validation loss of the race's first seed against tokens and seconds."""
+    lines = [line for line in newest("race") if line["quality"].get("curve") and line["config"]["seed"] == 0]
+    steps = max(line["config"]["steps"] for line in lines)
+    lines = [line for line in lines if line["config"]["steps"] == steps]
+    panels, low = [], min(point[2] for line in lines for point in line["quality"]["curve"])
+    for at, (label, scale) in enumerate((("million tokens", 1e6), ("seconds of training", 1.0))):
+        curves = [[(point[at] / scale, point[2]) for point in line["quality"]["curve"]] for line in lines]
+        marks = [
+            Marks(line["case"], [p for p in curve if p[1] < 2.2 * low], color, dots=False)
+            for color, (line, curve) in enumerate(zip(lines, curves, strict=True))
+        ]
+        end = max(x for curve in curves for x, _ in curve)
+        ticks = [t for t in (10, 20, 30, 40, 50, 60) if t < end]
+        losses = [t for t in (1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 7) if 0.95 * low < t < 2.2 * low]
+        y = Axis("validation loss", 0.95 * low, 2.2 * low, losses)
+        panels.append(Panel(Axis(label, 0, 1.02 * end, ticks), y, marks))
+    return xy_plot(
+        "The race to a loss",
+        f"12 layers of width 768, {steps} steps of 65,536 tokens of Python, seconds without compilation; {GPU}",
+        panels,
+        "muon bf16 is train/speedrun; adamw bf16 is the best rate of Llama's shape with a cosine; fst, half width and "
+        "fp8 are train/speedrun with that changed; nanochat is its own trainer, with value embeddings.",
+    )
+
+
 def wall_clock() -> str:
     """Equal seconds of training at width 2,048, by those seconds: validation loss and tokens beside dense bf16's, each
     method at the best of its rates. A length without FP8 or half width has no point of theirs."""
@@ -738,6 +764,7 @@ FIGURES: dict[str, Callable[[], str]] = {
         acceptance,
         cpu_speed,
         loss_curves,
+        race_curves,
         train_speed,
         wall_clock,
         sparse24_serving,

@@ -32,7 +32,7 @@ import subprocess
 import sys
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -495,7 +495,8 @@ def record_races(lines: list[dict[str, Any]]) -> None:
         if base is not None:
             against = {"baseline": base["case"], "baseline_value": base["final_loss"]}
             against["ratio"] = base["final_loss"] / line["final_loss"]
-        record(**shared, metric="final_loss", unit="nats/token", samples=[line["final_loss"]], note=note, **against)
+        record(**shared, metric="final_loss", unit="nats/token", samples=[line["final_loss"]], note=note,
+               quality={"curve": line["curve"]}, **against)  # fmt: skip
         passed = base and reached(line["curve"], base["final_loss"])
         if base and passed:
             for i, (metric, unit) in enumerate((("tokens_to_loss", "tokens"), ("seconds_to_loss", "s"))):
@@ -504,13 +505,18 @@ def record_races(lines: list[dict[str, Any]]) -> None:
 
 
 def table() -> str:
-    """Every case and seed of the full number of steps."""
-    return laid_out(lambda lines: max(line["config"]["steps"] for line in lines))
+    """Every case and seed."""
+    return laid_out(CASES, 500)
 
 
 def parts() -> str:
     """The recipe without one of its parts, in short runs."""
-    return laid_out(lambda lines: min(line["config"]["steps"] for line in lines))
+    return laid_out(CASES, 100)
+
+
+def verdict() -> str:
+    """2:4 on top of the recipe, against the recipe and half its width."""
+    return laid_out((RECIPE, "muon fp8", "half width", "fst", "s-ste fp8", "2:4 activations"), 500)
 
 
 def share() -> str:
@@ -524,9 +530,8 @@ def share() -> str:
     return markdown(["width", "tokens a step", "optimizer", "time", "of a step"], rows) + provenance(lines)
 
 
-def laid_out(choose: Callable[[list[dict[str, Any]]], int]) -> str:
-    lines = [line for line in newest("race") if "steps" in line["config"]]
-    lines = [line for line in lines if line["config"]["steps"] == choose(lines)]
+def laid_out(cases: Collection[str], steps: int) -> str:
+    lines = [line for line in newest("race") if line["config"].get("steps") == steps and line["case"] in cases]
     runs: dict[str, dict[str, dict[str, Any]]] = {}
     for line in lines:
         runs.setdefault(json.dumps([line["case"], line["config"]]), {})[line["metric"]] = line

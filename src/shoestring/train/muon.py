@@ -130,7 +130,8 @@ class Muon(torch.optim.AdamW):
         torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
         dtype = self.dtype or (torch.bfloat16 if grads[0].is_cuda else torch.float32)
         updates = [u.to(dtype) for u in torch._foreach_lerp(grads, buffers, group["momentum"])]
-        torch._foreach_mul_([local(p) for p in params], 1 - group["lr"] * group["weight_decay"])
+        if group["weight_decay"]:
+            torch._foreach_mul_([local(p) for p in params], 1 - group["lr"] * group["weight_decay"])
         for same in alike(params):
             whole = params[same[0]].shape
             moved = spread([updates[i] for i in same], cuts_of(params[same[0]]), orthogonalize_all)
