@@ -34,7 +34,8 @@ from shoestring.formats.float_asym import TABLES
 from shoestring.formats.int8_activations import quantize_activations
 from shoestring.formats.registry import SPELLINGS
 from shoestring.model import Decoder, Tokenizer, parallel, save_model
-from shoestring.model.export import READERS, export_model
+from shoestring.model.export import export_model
+from shoestring.model.export_names import READERS
 from shoestring.model.hf import spec_from_hf
 from shoestring.serve import Engine, Sampling
 from shoestring.serve.engine.cpu_decode import CompiledDecodeStep, executor_of

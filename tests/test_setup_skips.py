@@ -124,3 +124,17 @@ def test_campaigns_run_only_where_they_are_named(tmp_path: Path) -> None:
 
 def test_what_is_there_is_imported() -> None:
     assert pytest.importorskip("json.decoder") is sys.modules["json.decoder"]
+
+
+def test_set_up_leaves_no_command_of_lm_eval_that_fails(tmp_path: Path) -> None:
+    """Its library is installed without the packages that its command needs."""
+    recipe = (TESTS.parent / "Makefile").read_text().replace("\\\n", " ")
+    line = next(text for text in recipe.splitlines() if "--no-deps lm-eval" in text).strip().lstrip("@")
+    for name in ("lm_eval", "lm-eval"):
+        (tmp_path / name).touch()
+    run = line.replace("$(PIP)", "true").replace("$(BIN)", str(tmp_path))
+    subprocess.run(["sh", "-c", run], check=True)
+    assert not list(tmp_path.iterdir())
+    command = Path(sys.executable).with_name("lm_eval")
+    if command.exists():  # installed as a whole
+        subprocess.run([command, "--help"], check=True, stdout=subprocess.DEVNULL)

@@ -158,7 +158,15 @@ def test_what_makes_a_certificate_fail(
         assert json.loads((tmp_path / "out" / "certificate.json").read_text())["failed"] == found["failed"]
 
 
-@pytest.mark.parametrize(("more", "least"), [({"dtype": torch.float32}, 4.0), ({"kind": "Q8_0"}, 34 / 32)])
+@pytest.mark.parametrize(
+    ("more", "least"),
+    [
+        ({"dtype": torch.float32}, 4.0),
+        ({"layout": "fp8"}, 1.0),
+        ({"kind": "Q8_0"}, 34 / 32),
+        ({"kind": "auto"}, 4.25 / 8),
+    ],
+)
 def test_a_place_too_small_for_an_export_is_said_before_weights_are_read(
     more: dict[str, Any], least: float, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

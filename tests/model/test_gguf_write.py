@@ -23,10 +23,11 @@ from shoestring.evals.model_row import size_of, stored_format
 from shoestring.formats import convert, pack, parse_format
 from shoestring.model import Decoder, load_model, save_model
 from shoestring.model.export import export_model
-from shoestring.model.gguf_blocks import KINDS, encode_blocks, encode_grid
+from shoestring.model.export_names import KINDS, LLAMA_TYPES
+from shoestring.model.gguf_blocks import encode_blocks, encode_grid
 from shoestring.model.gguf_file import open_gguf
 from shoestring.model.gguf_vocabulary import HARD_TO_CUT, vocabulary_metadata
-from shoestring.model.gguf_write import LLAMA_TYPES, save_gguf
+from shoestring.model.gguf_write import least_bits, save_gguf
 from shoestring.model.hf import spec_from_hf
 from shoestring.model.spec import LinearRope, Llama3Rope, LongRope, ModelSpec, YarnRope
 from shoestring.model.tokenizer import Tokenizer
@@ -388,3 +389,7 @@ def test_k_types_need_llama_cpp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(__import__("sys").modules, "llama_cpp", None)
     with pytest.raises(UserError, match="pip install llama-cpp-python"):
         export_model(tmp_path / "absent", tmp_path / "m.gguf", kind=next(iter(LLAMA_TYPES)))
+
+
+def test_the_least_bits_of_a_type_are_in_its_name() -> None:
+    assert [least_bits(kind) for kind in ("auto", "Q8_0", "Q4_K_M", "IQ3_XS")] == [4.25, 8.5, 36.0, 35.0]

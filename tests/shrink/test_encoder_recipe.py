@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -106,6 +107,15 @@ def test_a_vit_reads_its_inputs_from_a_file(here: Path, cli: Callable[..., str])
     assert "similarity of outputs" in said and "serve" not in said
     assert not torch.equal(outputs(here / "seen/model", images), outputs(here / "vit", images))
     assert "give images: one tensor" in run("calib=calib.txt", fails=True)
+
+
+def test_a_place_too_small_is_said_before_the_work(
+    bert: Path, here: Path, cli: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(here)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=10_000))
+    said = cli(*PTQ, "model=bert", "calib=calib.txt", "run=full", fails=True)
+    assert "full/model: it needs 0.1 MB" in said and "the disk has 0.0 MB left" in said and not (here / "full").exists()
 
 
 def test_damaged_folders_are_one_line(bert: Path, here: Path, cli: Callable[..., str]) -> None:

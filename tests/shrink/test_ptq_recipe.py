@@ -82,6 +82,11 @@ def test_a_place_too_small_for_the_result_is_said_before_weights_are_read(
         said = command(*argv, "device=cpu", "run=second", fails=True)
         assert "cannot write second/model: it needs" in said and "choose another folder" in said
         assert not (own_home / "second").exists()
+        if recipe == "ptq":
+            patch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=size // 3))
+            budget = ["bits_budget=3", "calib=calib.txt", "run=second"]
+            said = command("run", "shrink/ptq", "model=model", *budget, "device=cpu", fails=True)
+            assert "cannot write second/model: it needs" in said, "the cheapest candidate says how little it can be"
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=size))
     command(*argv, "device=cpu", "run=second")
     assert (own_home / "second/model/packed.safetensors").stat().st_size == size

@@ -49,6 +49,7 @@ from shoestring.errors import (
     suggest,
 )
 from shoestring.json_files import check_path
+from shoestring.model.export_names import check_options, pick_layout
 from shoestring.paths import check_text, find_model
 
 if TYPE_CHECKING:
@@ -312,13 +313,14 @@ def export(
 ) -> None:
     """Write a model that others load: dense weights, integers for vLLM and transformers, or GGUF for llama.cpp."""
     find_model(model)
+    check_options(pick_layout(out, layout), dtype != "auto", kind)
     with ended_by_ctrl_c():
         from shoestring.cli.inspect import written_table
         from shoestring.device import pick_dtype
         from shoestring.evals import certificate
         from shoestring.evals.model_row import megabytes_on_disk
         from shoestring.json_files import read_text
-        from shoestring.model.export import export_model, pick_layout
+        from shoestring.model.export import export_model
         from shoestring.runlog import check_free
 
     check_free(out)

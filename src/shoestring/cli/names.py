@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import glob
 from collections.abc import Callable
+from functools import partial
 
 from shoestring.device import check_device
 from shoestring.format_names import check_name, check_rules
@@ -25,11 +26,15 @@ def check_settings(overrides: list[str]) -> None:
 
 
 def _check_calib(value: str) -> None:
-    from shoestring.train.corpus import list_files
-
     for one in [value] if expand(value).exists() else filter(None, map(str.strip, value.split(","))):
-        if one not in _WORDS and not expand(one).exists() and not glob.has_magic(one):
-            list_files(one, "calib")
+        _check_corpus("calib", one)
+
+
+def _check_corpus(key: str, value: str) -> None:
+    if value not in _WORDS and not expand(value).exists() and not glob.has_magic(value):
+        from shoestring.train.corpus import list_files
+
+        list_files(value, key)  # says what may stand there
 
 
 def _check_text(value: str) -> None:
@@ -50,5 +55,7 @@ _CHECKS: dict[str, Callable[[str], object]] = {
     "rules": check_rules,
     "text": _check_text,
     "calib": _check_calib,
+    "data": partial(_check_corpus, "data"),
+    "prompts": partial(_check_corpus, "prompts"),
     "device": check_device,
 }

@@ -35,10 +35,11 @@ import torch
 from torch import Tensor
 
 from shoestring.errors import UserError
-from shoestring.model.export import FP8, GGUF, Exported, load_as_written
+from shoestring.model.export import Exported, load_as_written
+from shoestring.model.export_names import FP8, GGUF, NEEDS_LLAMA
 from shoestring.model.folder import load_model, read_spec, weight_files
 from shoestring.model.gguf_blocks import FLOAT_KINDS
-from shoestring.model.gguf_write import NEEDS_LLAMA, save_gguf
+from shoestring.model.gguf_write import save_gguf
 from shoestring.model.spec import ModelSpec
 from shoestring.model.tokenizer import Tokenizer
 from shoestring.model.transformer import Decoder

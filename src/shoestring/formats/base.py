@@ -31,7 +31,7 @@ from shoestring.errors import UserError
 if TYPE_CHECKING:
     from shoestring.formats.linear import FormatLinear
 
-PIECE = 1 << 22  # weights that are encoded or decoded at a time, where rows are independent
+PIECE = 1 << 20  # weights that are encoded or decoded at a time, where rows are independent
 
 Parts = dict[str, Tensor]
 AuxKind = Literal["rows", "trained", "whole", "clock"]
@@ -163,8 +163,14 @@ class Format(ABC):
         """`fake`, which takes several times the memory of its weight: of one that is not trained now in pieces."""
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or w.device.type != "cpu":
             return self.fake(w, state)
-        pieces = self.pieces(w, state)
-        return self.fake(w, state) if len(pieces) == 1 else torch.cat([self.fake(*piece) for piece in pieces])
+        pieces, at = self.pieces(w, state), 0
+        if len(pieces) == 1:
+            return self.fake(w, state)
+        made = torch.empty_like(w)
+        for rows, own in pieces:
+            made[at : at + len(rows)] = self.fake(rows, own)
+            at += len(rows)
+        return made
 
     def pieces(self, w: Tensor, state: Parts) -> list[tuple[Tensor, Parts]]:
         """Rows of the weight and of the state that belong together, where every row is by itself."""

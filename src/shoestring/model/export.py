@@ -13,28 +13,17 @@ from pathlib import Path
 
 import torch
 
-from shoestring.errors import UserError, suggest
+from shoestring.errors import UserError
 from shoestring.formats import IntAsym, formats_of, unpack
 from shoestring.model.compressed_tensors import save_compressed_tensors
+from shoestring.model.export_names import AUTO, FP8, GGUF, READERS, check_options, pick_layout
 from shoestring.model.folder import LoadedModel, load_model, read_spec, weight_files
-from shoestring.model.fp8_folder import METHOD as FP8
 from shoestring.model.fp8_folder import save_fp8
-from shoestring.model.gguf_blocks import KINDS, bits_of
-from shoestring.model.gguf_write import AUTO, SENSITIVE, WrittenTensor, check_kind, save_gguf
-from shoestring.model.gptq_awq import AWQ, GPTQ
+from shoestring.model.gguf_write import SENSITIVE, WrittenTensor, least_bits, save_gguf
 from shoestring.model.save import save_model
 from shoestring.model.spec import ModelSpec
 from shoestring.paths import expand, find_model
 from shoestring.state.files import check_room
-
-GGUF = "gguf"
-READERS = {
-    "dense": "transformers loads it with AutoModelForCausalLM",
-    "compressed-tensors": "vLLM loads it, and transformers where the package compressed-tensors is installed",
-    FP8: "vLLM and transformers load it; they usually round activations to FP8 as well",
-    "packed": "shoestring loads it",
-    GGUF: "llama.cpp and what is built on it load it",
-}
 
 
 @dataclass(frozen=True)
@@ -68,38 +57,12 @@ def _note(layout: str, loaded: LoadedModel, tensors: Sequence[WrittenTensor]) ->
     return None
 
 
-def pick_layout(out: Path, layout: str | None) -> str:
-    """What was asked for; a name that ends in .gguf asks for GGUF."""
-    if layout is None:
-        return GGUF if out.suffix == ".gguf" else "dense"
-    if layout == "speculators":
-        raise UserError(
-            "--as speculators is for heads that read the target's hidden states (such as EAGLE); a drafter made by "
-            "shrink/drafter is a model of its own: write it --as dense and give vLLM the folder as the model of "
-            "speculative_config"
-        )
-    if layout in (GPTQ, AWQ):
-        raise UserError(
-            f"--as {layout} is not written any more (such folders are still read): use --as compressed-tensors, which "
-            "vLLM and transformers load"
-        )
-    if layout not in READERS:
-        raise UserError(f"--as {layout!r} is not possible: use {', '.join(READERS)}.{suggest(layout, list(READERS))}")
-    if (layout == GGUF) != (out.suffix == ".gguf"):
-        raise UserError(f"--as {layout} and {out} do not fit: a GGUF file is called OUT.gguf, a folder is not")
-    return layout
-
-
 def export_model(
     source: str | Path, out: Path, layout: str | None = None, dtype: torch.dtype | None = None, kind: str = AUTO
 ) -> Exported:
     """Write `source` to `out`. `dtype`: of weights that are not packed; `kind`: of the matrices of a GGUF file."""
     layout = pick_layout(out, layout)
-    if kind != AUTO and layout != GGUF:
-        raise UserError(f"--type {kind} is for GGUF files; a folder takes --as and --dtype")
-    if dtype is not None and layout == GGUF:
-        raise UserError("--dtype is for folders; a GGUF file takes --type, for example --type BF16")
-    kind = check_kind(kind)  # before gigabytes are read
+    kind = check_options(layout, dtype is not None, kind)  # before gigabytes are read
     check_room(expand(out), _least_bytes(source, layout, dtype or torch.bfloat16, kind))
     loaded = load_as_written(source, layout)
     model, tokenizer, tensors = loaded.model, loaded.tokenizer, list[WrittenTensor]()
@@ -115,15 +78,14 @@ def export_model(
 
 
 def _least_bytes(source: str | Path, layout: str, dtype: torch.dtype, kind: str) -> int:
-    """What the result takes at least, by headers alone; 0 where only the weights decide."""
+    """What the result takes at least, by headers alone."""
     folder = find_model(source)
-    if layout == "dense":
-        return read_spec(folder)[0].num_params() * dtype.itemsize
-    if layout == "packed" and (folder / "shoestring.json").is_file():
-        return sum(path.stat().st_size for path in weight_files(folder))
-    if layout == GGUF and kind in KINDS:
-        return int(read_spec(folder)[0].num_params() * bits_of(kind) / 8)
-    return 0
+    if layout in ("packed", "compressed-tensors"):
+        stored = sum(path.stat().st_size for path in weight_files(folder))
+        is_packed = (folder / "shoestring.json").is_file()
+        return stored if layout == "packed" and is_packed else stored // 2 if is_packed else 0
+    bits = {"dense": 8.0 * dtype.itemsize, FP8: 8.0}.get(layout) or least_bits(kind)
+    return int(read_spec(folder)[0].num_params() * bits / 8)
 
 
 def load_as_written(source: str | Path, layout: str) -> LoadedModel:

@@ -36,12 +36,11 @@ from shoestring.formats.int_asym import IntAsym
 from shoestring.formats.int_offset import IntOffset
 from shoestring.formats.quantized import QuantizedFormat
 from shoestring.kernels.lowbit.packing import unpack_bits
+from shoestring.model.export_names import KINDS
 
 BLOCK = 32
 _PIECE = 1 << 22  # weights that are compared at a time
 FLOAT_KINDS = ("F32", "F16", "BF16")
-# What a model can be written as, without llama.cpp; the order is that of their sizes.
-KINDS = ("MXFP4", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16", "BF16", "F32")
 _LOWEST = {"Q4_0": -8, "Q5_0": -16, "Q8_0": -128}  # n of these begins here, and ends at its negative
 _OFFSET_TOP = {"Q4_1": 16, "Q5_1": 32}
 _BLOCK_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34, "Q4_K": 144, "Q5_K": 176}

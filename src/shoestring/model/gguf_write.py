@@ -21,10 +21,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shoestring.errors import UserError, room, suggest
+from shoestring.errors import UserError, room
 from shoestring.formats.convert import format_hosts
 from shoestring.formats.linear import FormatHost
-from shoestring.model.gguf_blocks import FLOAT_KINDS, KINDS, Blocks, encode_blocks, encode_grid, exact_kinds, fits
+from shoestring.model.export_names import AUTO, KINDS, LLAMA_TYPES, check_kind
+from shoestring.model.gguf_blocks import FLOAT_KINDS, Blocks, bits_of, encode_blocks, encode_grid, exact_kinds, fits
 from shoestring.model.gguf_names import Place, gguf_names, joined, place_of, stored_shape
 from shoestring.model.gguf_spec import metadata_of
 from shoestring.model.gguf_vocabulary import vocabulary_metadata
@@ -34,18 +35,11 @@ if TYPE_CHECKING:
     from shoestring.model.tokenizer import Tokenizer
     from shoestring.model.transformer import Decoder
 
-AUTO = "auto"
 # llama.cpp's numbers for what most of a file is stored as (general.file_type).
 _FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "BF16": 32, "MXFP4": 38}
-# ... and those that its quantizer makes.
-LLAMA_TYPES = {
-    **{"Q2_K": 10, "Q3_K_S": 11, "Q3_K_M": 12, "Q3_K_L": 13, "Q4_K_S": 14, "Q4_K_M": 15, "Q5_K_S": 16, "Q5_K_M": 17},
-    **{"Q6_K": 18, "IQ3_XS": 22, "IQ4_NL": 25, "IQ3_S": 26, "IQ3_M": 27, "IQ4_XS": 30},
-}
 _ALWAYS_F32 = ("position_embd.weight", ".ffn_gate_inp.weight", ".ffn_gate_inp_shexp.weight")
 _Member = tuple[Tensor, FormatHost | None]  # a tensor of ours in fp32, and the packed layer that it is of
 SENSITIVE = ("token_embd.weight", "output.weight")
-NEEDS_LLAMA = "pip install llama-cpp-python (it compiles llama.cpp, which takes some minutes)"
 
 
 @dataclass(frozen=True)
@@ -63,15 +57,11 @@ class WrittenTensor:
         return math.sqrt(self.error / self.norm) if self.norm else 0.0
 
 
-def check_kind(kind: str) -> str:
-    """The name as llama.cpp spells it; UserError for one that cannot be written."""
-    known = [AUTO, *KINDS, *LLAMA_TYPES]
-    found = next((k for k in known if k.lower() == kind.lower()), None)
-    if found is None:
-        raise UserError(f"--type {kind!r} cannot be written: use {', '.join(known)}.{suggest(kind, known)}")
-    if found in LLAMA_TYPES:
-        _llama_cpp()
-    return found
+def least_bits(kind: str) -> float:
+    """Of a weight on the disk while a file of this kind is written; llama.cpp's types are made from an F32 file."""
+    if kind in LLAMA_TYPES:
+        return 32.0 + int(kind.lstrip("IQ")[0])
+    return min(map(bits_of, KINDS)) if kind == AUTO else bits_of(kind)
 
 
 def save_gguf(
@@ -268,17 +258,10 @@ def _replacing(path: Path) -> Iterator[Path]:
 # -- llama.cpp's quantizer ---------------------------------------------------------------------------
 
 
-def _llama_cpp() -> Any:
-    try:
-        import llama_cpp
-    except ImportError as error:
-        raise UserError(f"this type is made by llama.cpp's own quantizer: {NEEDS_LLAMA}") from error
-    return llama_cpp
-
-
 def _save_by_llama_cpp(path: Path, model: Decoder, tokenizer: Tokenizer, kind: str, name: str) -> list[WrittenTensor]:
     """A file of ours in full precision, then llama.cpp's quantizer; the error is measured on what it wrote."""
-    llama_cpp = _llama_cpp()
+    import llama_cpp
+
     whole = path.with_name(path.stem + ".full-precision.gguf")
     with _replacing(path) as temp:
         try:

@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shoestring.config import to_json
 from shoestring.device import pick_device, pick_dtype
 from shoestring.errors import UserError
 from shoestring.evals.model_row import read_tokens
@@ -35,7 +36,7 @@ from shoestring.model.encoder_types import IMAGE_TYPES, encoder_type
 from shoestring.model.module_blocks import ModuleBlocks
 from shoestring.model.save import round_rest
 from shoestring.model.tokenizer import Tokenizer
-from shoestring.recipes.shrink_run import blocks_done, error_sections, open_run, read_rules
+from shoestring.recipes.shrink_run import blocks_done, check_targets_fit, error_sections, open_run, read_rules
 from shoestring.report import Text, eval_table, run_sections, write_report
 from shoestring.runlog import write_atomically
 from shoestring.serve.engine.encoder import EncoderRunner, folder_pooling, text_encoder
@@ -89,7 +90,7 @@ def shrink_encoder(cfg: Config, source: Path, method: Method | Blockwise, calibr
     model = load_encoder_module(source, device, pick_dtype(cfg.dtype, device))
     blocks = ModuleBlocks(model, blocks_of(model))
     rules = block_rules(read_rules(cfg.rules, cfg.format))
-    plan(blocks, rules)
+    check_targets_fit(to_json(cfg), sum(p.numel() for p in model.parameters()), plan(blocks, rules))
     held, calib = inputs[::HELD_OUT], inputs[torch.arange(len(inputs)) % HELD_OUT != 0]
     with open_run(RECIPE, cfg, source, device=device, done=partial(blocks_done, len(blocks.blocks))) as run:
         folder, log, files = run.folder, run.log, BlockFiles(run.folder / "blocks")

@@ -24,7 +24,7 @@ from shoestring.errors import UserError, in_run
 from shoestring.evals.model_row import corpus_of_run, fitting_context, need_tokenizer, read_tokens, validation_split
 from shoestring.format_names import check_rules
 from shoestring.formats import Format, parse_format, unpack
-from shoestring.formats.convert import Rule, resolve
+from shoestring.formats.convert import LayerTarget, Rule, resolve
 from shoestring.host.block_offload import fits_on_device
 from shoestring.json_files import read_object
 from shoestring.mesh import Mesh
@@ -184,15 +184,19 @@ def read_rules(rules: str | None, format: str) -> list[tuple[str, Format]]:
 def check_results_fit(settings: dict[str, Any], model: Decoder, rules: Sequence[Rule]) -> None:
     """UserError where the disk has no room for the results, before the work. `model` may be without weights; what has
     no Format is stored in 16 bits at least."""
-    bits = 16.0 * model.spec.num_params()
-    for t in resolve(model, rules, HEADS)[0]:
+    check_targets_fit(settings, model.spec.num_params(), resolve(model, rules, HEADS)[0])
+
+
+def check_targets_fit(settings: dict[str, Any], num_params: int, targets: Sequence[LayerTarget[Any]]) -> None:
+    bits = 16.0 * num_params
+    for t in targets:
         shape = t.host.shape
         bits += math.prod(shape) * (t.format.stored().bits_per_weight(shape) - 16)
     given = settings.get("resume") or settings["run"]
     run = Path("runs/new" if given is None else given)
     check_room(run / "model" if settings["out"] is None else Path(settings["out"]), int(bits / 8))
     if settings["dense_out"] is not None:
-        check_room(Path(settings["dense_out"]), 2 * model.spec.num_params())
+        check_room(Path(settings["dense_out"]), 2 * num_params)
 
 
 def load_where_it_fits(

@@ -471,6 +471,12 @@ def read_candidates(bits_budget: float | None, candidates: str, damage_windows: 
     return formats
 
 
+def cheapest(candidates: Sequence[Format]) -> list[Rule]:
+    """The least that a budget could choose."""
+    square = (4096, 4096)
+    return [("*", min(candidates, key=lambda f: f.stored().bits_per_weight(square)))] if candidates else []
+
+
 def choose_by_damage(
     model: BlocksModel,
     candidates: Sequence[Format],

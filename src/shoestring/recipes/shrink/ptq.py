@@ -77,7 +77,7 @@ from shoestring.shrink.blockwise import Blockwise, quantize_blocks
 from shoestring.shrink.calibrate import Calibration
 from shoestring.shrink.clip import Clip
 from shoestring.shrink.gptq import Gptq
-from shoestring.shrink.mixed_bits import MixedBits, check_candidates, choose_by_damage, read_candidates
+from shoestring.shrink.mixed_bits import MixedBits, cheapest, check_candidates, choose_by_damage, read_candidates
 from shoestring.shrink.quality_gate import judge, mean_kl, outlier_table, outliers, predictions, refuse, verify_model
 from shoestring.shrink.quantize import METHODS, Method, plan, usual_inputs
 from shoestring.shrink.whole_model import with_embedding
@@ -170,13 +170,15 @@ def main(cfg: Config) -> Path:
     rules = read_rules(cfg.rules, cfg.format)
     candidates = read_candidates(cfg.bits_budget, cfg.candidates, cfg.damage_windows, cfg.rules)
     device = pick_device(cfg.device)
-    if (shape := described(cfg.model)) is not None and not candidates:
-        plan(shape, with_embedding(rules, cfg.embed, shape))
-        check_results_fit(to_json(cfg), shape, with_embedding(rules, cfg.embed, shape))
+    if (shape := described(cfg.model)) is not None:
+        if not candidates:
+            plan(shape, with_embedding(rules, cfg.embed, shape))
+        check_results_fit(to_json(cfg), shape, with_embedding(cheapest(candidates) or rules, cfg.embed, shape))
     loaded, onload_device = load_where_it_fits(cfg.model, device, pick_dtype(cfg.dtype, device), cfg.stream)
     if candidates:
         assert cfg.bits_budget is not None
         check_candidates(loaded.model, candidates, cfg.bits_budget)
+        check_results_fit(to_json(cfg), loaded.model, with_embedding(cheapest(candidates), cfg.embed, loaded.model))
     else:
         rules = with_embedding(rules, cfg.embed, loaded.model)
         plan(loaded.model, rules)
