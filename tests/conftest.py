@@ -4,6 +4,7 @@ start real gloo ranks. And what a test may be skipped for.
 
 from __future__ import annotations
 
+import gc
 import importlib.metadata
 import importlib.util
 import json
@@ -25,6 +26,9 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # On ARM, oneDNN takes 0.35 ms for a product of tiny fp32 matrices (16 x 64 x 128) that takes 0.02 ms without it.
 os.environ.setdefault("TORCH_MKLDNN_MATMUL_MIN_DIM", "4096")
+
+# What is imported and collected stays: looking at it for garbage takes most of a second each time.
+gc.disable()
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -79,6 +83,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if campaigns:
         config.hook.pytest_deselected(items=campaigns)
         items[:] = [item for item in items if item not in campaigns]
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def _left_out(items: list[pytest.Item]) -> Iterator[pytest.Item]:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import ast
 import re
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -63,52 +62,33 @@ def test_the_tree_in_the_design_is_the_tree_on_disk() -> None:
     assert not listed - on_disk, "files that docs/design.md lists and that are not there"
 
 
-@pytest.fixture(scope="module")
-def trees() -> dict[Path, ast.Module]:
-    return {path: ast.parse(path.read_text(encoding="utf-8")) for path in SOURCES}
-
-
-def test_names_are_those_of_the_glossary_and_have_one_meaning(trees: dict[Path, ast.Module]) -> None:
+def test_names_are_those_of_the_glossary_and_have_one_meaning() -> None:
     found: dict[str, list[Path]] = {}
-    for path, tree in trees.items():
+    for path in SOURCES:
         assert path.stem not in RETIRED_MODULES | {"utils", "util", "common", "helpers", "misc"}, path
-        classes = [node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+        text = path.read_text("utf-8")
+        classes = re.findall(r"^ *class (\w+)", text, re.MULTILINE)
         bad = [c for c in classes if c.startswith("Base") or c.endswith(("Manager", "Factory", "Handler", "Mixin"))]
         assert not bad and not RETIRED_CLASSES & set(classes), path
-        for node in tree.body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_") and node.name != "Config":
-                found.setdefault(node.name, []).append(path)
-    assert not {name: paths for name, paths in found.items() if len(paths) > 1}
+        for name in re.findall(r"^class ([A-Za-z]\w*)", text, re.MULTILINE):
+            found.setdefault(name, []).append(path)
+    assert not {name: paths for name, paths in found.items() if len(paths) > 1 and name != "Config"}
 
 
-def test_every_file_says_what_it_is_and_reads_nothing_pickled(trees: dict[Path, ast.Module]) -> None:
+def test_every_file_says_what_it_is_and_reads_nothing_pickled() -> None:
     """torch.load and pickle run what a stranger's file tells them to."""
-    for path, tree in trees.items():
-        assert ast.get_docstring(tree) or path.name in ("__init__.py", "__main__.py"), path
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr[:4] == "load":
-                name = ast.unparse(node.func)
-                assert name not in ("torch.load", "pickle.load", "pickle.loads"), f"{path}:{node.lineno}"
+    for path in SOURCES:
+        text = path.read_text("utf-8")
+        assert re.match(r'(#.*\n)*r?"""', text) or path.name in ("__init__.py", "__main__.py"), path
+        assert not re.search(r"\b(torch\.load|pickle\.loads?)\(", text), path
 
 
-def test_importing_shoestring_is_quick_and_pulls_no_torch() -> None:
-    heavy = "[m for m in ('torch', 'numpy', 'transformers', 'typer', 'rich') if m in sys.modules]"
-    assert run_python(f"import sys, shoestring; print({heavy})") == "[]"
-    # Processor time: what others do on this machine must not decide.
-    measured = "import time; t = time.process_time(); import shoestring; print(time.process_time() - t)"
-    assert min(float(run_python(measured)) for _ in range(3)) < 0.2
-
-
-def test_the_command_line_module_pulls_no_torch() -> None:
-    assert run_python("import sys, shoestring.cli.app; print('torch' in sys.modules)") == "False"
-
-
-def test_help_comes_at_once() -> None:
-    command = [sys.executable, "-m", "shoestring", "--help"]
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0  # seconds of processor time
+def test_importing_shoestring_and_asking_for_help_pull_no_heavy_packages() -> None:
+    loaded = "; print([m for m in {} if m in sys.modules])"
+    heavy = ("torch", "numpy", "transformers")
+    assert run_python("import sys, shoestring" + loaded.format((*heavy, "typer", "rich", "pydantic"))) == "[]"
+    out = run_python("import sys; from shoestring.cli.app import run_cli; run_cli(['--help'])" + loaded.format(heavy))
+    assert out.splitlines()[-1] == "[]"
     for verb in ("demo", "recipes", "run", "generate", "chat", "eval", "inspect", "export", "serve"):
         assert verb in out
 

@@ -23,7 +23,7 @@ from typing import Any
 PRELOAD = [
     "warm_process",
     "pydantic",
-    "torch._inductor.compile_fx",  # and _dynamo, which DTensor imports at its first operation
+    "torch._dynamo",  # which DTensor imports at its first operation
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.utils.tensorboard",

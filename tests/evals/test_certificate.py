@@ -110,8 +110,8 @@ class Wrong(ExportTarget):
 
     name, allowed, packages = "wrong", 1e-3, ("torch",)
 
-    def __init__(self, path: Path, what: str) -> None:
-        self._right, self._what = certificate.TransformersTarget(path), what
+    def __init__(self, right: ExportTarget, what: str) -> None:
+        self._right, self._what = right, what
 
     def encode(self, text: str) -> list[int] | None:
         ids = self._right.encode(text)
@@ -131,31 +131,30 @@ class Wrong(ExportTarget):
         return set() if self._what == "stops" else self._right.stops()
 
 
-@pytest.mark.parametrize(
-    ("what", "said"),
-    [
-        ("ids", "other token ids"),
-        ("logits", "logits differ by 0.01"),
-        ("nan", "logits differ by nan"),
-        ("greedy", "greedy text differs from token 1 on"),
-        ("chat", "chat template is rendered otherwise"),
-        ("stops", "not all stop tokens are known"),
-        ("nothing", None),
-    ],
-)
-def test_what_makes_a_certificate_fail(
-    what: str, said: str | None, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+FAILS = {
+    "ids": "other token ids",
+    "logits": "logits differ by 0.01",
+    "nan": "logits differ by nan",
+    "greedy": "greedy text differs from token 1 on",
+    "stops": "not all stop tokens are known",
+    "nothing": None,
+    "chat": "chat template is rendered otherwise",
+}
+
+
+def test_what_makes_a_certificate_fail(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     exported = export_model(folder, tmp_path / "out")
-    monkeypatch.setattr(certificate, "open_target", lambda e: Wrong(e.path, what))
-    found = compare(exported, certificate.TEXT[:80])
-    assert [f for f in found["failed"] if said is not None and said in f] == found["failed"]
-    assert bool(found["failed"]) == (said is not None)
-    if what == "chat":  # the files are there all the same, and the command fails
-        with pytest.raises(UserError, match=r"is written, but wrong does not compute the same.*certificate\.json has"):
-            certify(exported)
-        assert "**Failed:**" in (tmp_path / "out" / "README.md").read_text()
-        assert json.loads((tmp_path / "out" / "certificate.json").read_text())["failed"] == found["failed"]
+    right = certificate.TransformersTarget(exported.path)
+    for what, said in FAILS.items():
+        monkeypatch.setattr(certificate, "open_target", lambda _, what=what: Wrong(right, what))
+        found = compare(exported, certificate.TEXT[:80])
+        assert [f for f in found["failed"] if said is not None and said in f] == found["failed"], what
+        assert bool(found["failed"]) == (said is not None), what
+    # The last, chat: the files are there all the same, and the command fails.
+    with pytest.raises(UserError, match=r"is written, but wrong does not compute the same.*certificate\.json has"):
+        certify(exported)
+    assert "**Failed:**" in (tmp_path / "out" / "README.md").read_text()
+    assert json.loads((tmp_path / "out" / "certificate.json").read_text())["failed"] == found["failed"]
 
 
 @pytest.mark.parametrize(

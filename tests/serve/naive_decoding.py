@@ -25,14 +25,27 @@ drawn_st = st.builds(
 
 def naive(model: Decoder, prompt: Sequence[int], sampling: Sampling, eos: frozenset[int] = frozenset()) -> list[int]:
     """The definition: a full forward per token, no cache."""
-    tokens = list(prompt)
-    while len(tokens) - len(prompt) < sampling.max_tokens and len(tokens) < model.spec.max_positions:
+    return naive_texts(model, [prompt], [sampling], eos)[0]
+
+
+def naive_texts(
+    model: Decoder, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling], eos: frozenset[int] = frozenset()
+) -> list[list[int]]:
+    """Of several texts at once; what pads the shorter ones stands behind them, where nothing looks."""
+    texts = [list(prompt) for prompt in prompts]
+    ends = [min(len(p) + s.max_tokens, model.spec.max_positions) for p, s in zip(prompts, samplings, strict=True)]
+    while who := [i for i, text in enumerate(texts) if len(text) < ends[i]]:
+        longest = max(len(texts[i]) for i in who)
+        padded = torch.tensor([texts[i] + [0] * (longest - len(texts[i])) for i in who])
         with torch.no_grad():
-            logits = model(torch.tensor([tokens]))[0, -1:]
-        tokens.append(int(sample(logits, [sampling], [len(tokens)])))
-        if tokens[-1] in eos:
-            break
-    return tokens[len(prompt) :]
+            logits = model(padded)
+        rows = torch.stack([logits[row, len(texts[i]) - 1] for row, i in enumerate(who)])
+        tokens = sample(rows, [samplings[i] for i in who], [len(texts[i]) for i in who])
+        for i, token in zip(who, tokens.tolist(), strict=True):
+            texts[i].append(token)
+            if token in eos:
+                ends[i] = 0
+    return [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
 
 
 class LookupDrafter(Drafter):

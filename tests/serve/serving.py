@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
+from unittest import mock
 
 import pytest
 
@@ -16,8 +17,12 @@ from tiny import chat_tokenizer, served_model  # noqa: E402
 
 
 @contextlib.contextmanager
-def running(template: str | None = None, **options: object) -> Iterator[object]:
-    """A Service on a free port of 127.0.0.1, in a thread of this process; `template` is another chat template."""
+def running(template: str | None = None, *, freezes: bool = False, **options: object) -> Iterator[object]:
+    """A Service on a free port of 127.0.0.1, in a thread of this process; `template` is another chat template.
+
+    `freezes`: whether it looks for garbage before it serves. In a process of tests this takes longer than all the rest.
+    """
+    from shoestring.serve.http import server
     from shoestring.serve.http.server import ServeOptions, Service, listen
     from shoestring.serve.speculative.drafter_stack import open_drafter
 
@@ -28,9 +33,11 @@ def running(template: str | None = None, **options: object) -> Iterator[object]:
     made = ServeOptions(**options)  # type: ignore[arg-type]
     drafter = None if made.drafter is None else open_drafter(made.drafter, model)
     service = Service(model, tokenizer, made, listener, "tiny", drafter)
-    thread = threading.Thread(target=service.run, daemon=True)
-    thread.start()
-    wait_for(lambda: service.server.started)
+    frozen = server.objects_frozen if freezes else contextlib.nullcontext
+    with mock.patch.object(server, "objects_frozen", frozen):
+        thread = threading.Thread(target=service.run, daemon=True)
+        thread.start()
+        wait_for(lambda: service.server.started)
     try:
         yield service
     finally:

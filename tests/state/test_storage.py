@@ -18,6 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -31,6 +32,7 @@ from shoestring.state.checkpointer import Checkpointer
 from shoestring.state.files import DTYPES
 from shoestring.state.manifest import decode_value, encode_value, read_manifest
 from shoestring.state.storage import SafeReader, SafeWriter, split_parts
+from warm_process import WarmPopen
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -366,7 +368,8 @@ def stop_while_saving(process: subprocess.Popen[str], folder: Path) -> int:
         parts = [p for p in folder.glob(f"{NEW}step-*/{PART}") if not p.match(f"{NEW}step-0000000[12]/*")]
         if parts:
             os.kill(process.pid, signal.SIGSTOP)
-            os.waitpid(process.pid, os.WUNTRACED)  # until it has stopped
+            while psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
+                time.sleep(0.0005)
             if parts[0].exists() and not (parts[0].parent / MANIFEST).exists():
                 return int(parts[0].parent.name[-8:])
             os.kill(process.pid, signal.SIGCONT)
@@ -376,7 +379,7 @@ def stop_while_saving(process: subprocess.Popen[str], folder: Path) -> int:
 
 def test_kill_while_saving_then_the_previous_checkpoint_is_found(tmp_path: Path) -> None:
     command = [sys.executable, "-c", KILLED, str(tmp_path)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, text=True)
+    process = WarmPopen(command, stdout=subprocess.DEVNULL, text=True)
     try:
         step = stop_while_saving(process, tmp_path)
     finally:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from naive_decoding import LookupDrafter, naive
+from naive_decoding import LookupDrafter, naive, naive_texts
 
 from shoestring.errors import UserError
 from shoestring.model import Decoder, Tokenizer
@@ -72,7 +72,7 @@ def test_every_schedule_gives_the_tokens_of_the_naive_loop(
 ) -> None:
     model = cached_decoder(sliding_window=window, eos_id=7)
     samplings = samplings[: len(prompts)]
-    want = [naive(model, p, s, frozenset({7})) for p, s in zip(prompts, samplings, strict=True)]
+    want = naive_texts(model, prompts, samplings, frozenset({7}))
     texts = {tuple(p): w for p, w in zip(prompts, want, strict=True)}
     drafter = {"plain": None, "lookup": LookupDrafter(), "scripted": ScriptedDrafter(texts, draft_lengths, right)}[kind]
     engine = Engine(model, max_requests=max_requests, chunk=chunk, drafter=drafter, num_drafts=5)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from naive_decoding import LookupDrafter, naive
+from naive_decoding import LookupDrafter, naive, naive_texts
 from torch import Tensor
 
 from shoestring.formats import convert, pack, parse_format
@@ -319,7 +319,7 @@ def test_a_request_that_ends_leaves_the_step_that_ran_ahead() -> None:
     """End-of-text and aborts are noticed one launch late: the others must not see it."""
     model = tiny_decoder()
     prompts = [[1, 2, 3], [4, 5], [6]]
-    texts = [naive(model, p, Sampling(max_tokens=20)) for p in prompts]
+    texts = naive_texts(model, prompts, [Sampling(max_tokens=20)] * 3)
     eos = texts[0][4]
     wants = [t[: t.index(eos) + 1] if eos in t else t for t in texts]
     engine = Engine(model, graphs=True, eos_ids=[eos])
@@ -664,7 +664,6 @@ def test_steps_run_ahead_while_texts_end_and_others_wait(monkeypatch: pytest.Mon
         held = held + 1 if waits and engine.scheduler.admits and bool(engine.pipeline.num_ahead) else 0
         assert held <= 4
         num_ahead += bool(engine.pipeline.num_ahead)
-    for request, (prompt, sampling) in zip(requests, asked, strict=True):
-        assert request.new_tokens == naive(model, prompt, sampling)
+    assert [r.new_tokens for r in requests] == naive_texts(model, *zip(*asked, strict=True))
     assert num_ahead > 12 and engine.stats.num_preemptions > 0 and engine.cache.pool.num_used == 0
     assert engine.stats.num_prefix_hits > 0

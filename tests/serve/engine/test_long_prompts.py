@@ -112,7 +112,7 @@ def lacking(missing: frozenset[int], unknown: str | None = None) -> Tokenizer:
     return Tokenizer(Backend.from_str(json.dumps(told)))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(TEXT_OF_PARTS)
 def test_no_text_has_more_bytes_than_its_tokens_allow(text: str) -> None:
     spelling = spelling_of(TINY)
@@ -120,7 +120,7 @@ def test_no_text_has_more_bytes_than_its_tokens_allow(text: str) -> None:
     assert len(text.encode()) <= spelling.longest * len(TINY.encode(text, special=False))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(TEXT_OF_PARTS, st.frozensets(st.integers(0, 255)), st.sampled_from([None, "<|endoftext|>"]))
 @example("日本" * 40 + "x", frozenset("日本".encode()), None)
 @example("eeee" * 40 + "x", frozenset(b"e"), "<|endoftext|>")  # all of them are one unknown
@@ -144,7 +144,7 @@ def smollm2_spelling(smollm2: Tokenizer) -> Spelling:
     return spelling_of(smollm2)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(text=st.one_of(TEXT_OF_PARTS, TEXT_OF_PARTS.map(lambda text: text + ("\n" + " " * 80) * 9)))
 def test_no_text_has_fewer_tokens_of_smollm2_than_its_bytes_need(
     text: str, smollm2: Tokenizer, smollm2_spelling: Spelling

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from naive_decoding import naive
+from naive_decoding import naive, naive_texts
 
 from shoestring.formats import convert, pack, parse_format
 from shoestring.methods.skipping.policies import ByContext
@@ -70,7 +70,9 @@ def test_the_token_behind_every_span_is_the_models(window: int | None, kind: Any
         flight = runner.launch_prefill(Batch(spans, tokens, ()), [SAMPLINGS[kind]] * len(part))
         assert flight is not None
         done = [d + n for d, n in zip(done, nums, strict=True)]
-        assert flight.tokens() == [naive(model, texts[i, : done[i]].tolist(), SAMPLINGS[kind]) for i in part]
+        assert flight.tokens() == naive_texts(
+            model, [texts[i, : done[i]].tolist() for i in part], [SAMPLINGS[kind]] * len(part)
+        )
     assert runner.num_graphs == made > 0
 
 
@@ -110,7 +112,7 @@ def test_prompts_are_read_on_the_device_and_the_next_step_runs_ahead(launched: l
     assert launched == ["prefill", "prefill", "prefill", "next"]
     while engine.busy:
         engine.step()
-    assert [first.new_tokens, late.new_tokens] == [naive(model, p, sampling) for p in ([1, 2, 3], prompt)]
+    assert [first.new_tokens, late.new_tokens] == naive_texts(model, [[1, 2, 3], prompt], [sampling] * 2)
     assert "fused" not in launched and engine.cache.pool.num_used == 0
 
 
@@ -148,7 +150,7 @@ def test_a_piece_with_fewer_rows_than_a_prompt_that_ends(launched: list[str]) ->
     assert [len(r.new_tokens) for r in requests] == [1, 0] and requests[1].num_computed == 4
     while engine.busy:
         engine.step()
-    assert [r.new_tokens for r in requests] == [naive(model, p, s) for p, s in zip(prompts, samplings, strict=True)]
+    assert [r.new_tokens for r in requests] == naive_texts(model, prompts, samplings)
     assert "fused" not in launched
 
 
@@ -205,7 +207,7 @@ def test_tables_and_memory_grow_under_way() -> None:
             requests.append(engine.add(prompt, sampling))
         engine.step()
     assert engine.cache.num_moves > 2 * 2  # layers have keys and values
-    assert [r.new_tokens for r in requests] == [naive(model, p, s) for p, s in asked]
+    assert [r.new_tokens for r in requests] == naive_texts(model, *zip(*asked, strict=True))
 
 
 def test_a_step_that_reads_is_no_measure_and_the_one_behind_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

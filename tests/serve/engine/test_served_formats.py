@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from naive_decoding import LookupDrafter, naive
+from naive_decoding import LookupDrafter, naive_texts
 
 from benchmarks.models import engine_logits
 from shoestring.formats import convert, pack, parse_format, use_kernels
@@ -34,7 +34,7 @@ def test_packed_layers_write_the_models_text(format: str, graphs: bool) -> None:
     )
     prompts = [[1, 2, 3], [4 + i % 7 for i in range(20)], [5]]
     samplings = [Sampling(max_tokens=10), Sampling(max_tokens=8, temperature=0.7, seed=3), Sampling(max_tokens=6)]
-    want = [naive(model, p, s) for p, s in zip(prompts, samplings, strict=True)]
+    want = naive_texts(model, prompts, samplings)
     for drafter in (None, LookupDrafter()):
         engine = Engine(model, graphs=graphs, chunk=12, max_requests=2, drafter=drafter, num_drafts=2)
         assert [c.token_ids for c in engine.generate(prompts, samplings)] == want

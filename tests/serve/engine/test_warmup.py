@@ -64,6 +64,7 @@ def requests(num: int, seed: int) -> tuple[list[list[int]], list[Sampling]]:
 
 
 @pytest.mark.parametrize("max_requests", [1, 3, 6])
+@pytest.mark.few(2)
 def test_no_request_waits_for_a_graph(max_requests: int, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny_decoder(0)
     asked = requests(6, max_requests)
@@ -87,6 +88,7 @@ def test_no_request_waits_for_a_graph(max_requests: int, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("max_requests", [1, 5, 9])
+@pytest.mark.few(2)
 def test_nor_without_a_drafter(max_requests: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where somebody prepared the engine, as a server does; else graphs are made when first needed."""
     target = tiny_decoder(0)

@@ -161,7 +161,10 @@ def test_hostile_schemas_do_not_hold_up_others(chats: Any) -> None:
     ]
     ask: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "x"}]}
     chats.create(response_format=FORMAT, max_tokens=1, **ask)  # the table of the vocabulary
-    stop = threading.Event()
+    began = time.monotonic()
+    for _ in range(5):
+        chats.create(max_tokens=10, **ask)
+    quiet, stop = time.monotonic() - began, threading.Event()  # as busy as this machine is with other work
 
     def attack(which: int) -> None:
         num = 0
@@ -189,8 +192,8 @@ def test_hostile_schemas_do_not_hold_up_others(chats: Any) -> None:
     stop.set()
     for thread in threads:
         thread.join()
-    assert len(gaps) >= 10 and max(gaps) < 1.0
-    assert max(firsts) < 2.0
+    assert len(gaps) >= 10 and max(gaps) < 1.0 + 5 * quiet
+    assert max(firsts) < 2.0 + 5 * quiet
 
 
 def test_schemas_are_kept_and_slow_ones_refused(monkeypatch: pytest.MonkeyPatch) -> None:

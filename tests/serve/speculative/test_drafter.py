@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from naive_decoding import naive
+from naive_decoding import naive_texts
 from replayed import TickingClock
 
 from shoestring.serve import Draft, Drafter, DrafterStack, Engine, NgramDrafter, Request, Sampling
@@ -37,6 +37,7 @@ def test_a_drafter_needs_propose_and_nothing_else() -> None:
 @pytest.mark.parametrize("num_drafts", [1, 3, None])
 @pytest.mark.parametrize("graphs", [None, True])
 @pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.few(5)
 def test_the_smallest_drafter_changes_no_text_and_loses_no_block(
     num_drafts: int | None, graphs: bool | None, stacked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -49,7 +50,7 @@ def test_the_smallest_drafter_changes_no_text_and_loses_no_block(
         Sampling(max_tokens=9, ignore_eos=True),
         Sampling(max_tokens=16, ignore_eos=True, temperature=0.8, seed=5),
     ]
-    want = [naive(target, p, s) for p, s in zip(prompts, samplings, strict=True)]
+    want = naive_texts(target, prompts, samplings)
     drafter = DrafterStack([NgramDrafter(longest=2), Smallest()]) if stacked else Smallest()
     engine = Engine(
         target, max_requests=2, block_size=4, num_blocks=24, drafter=drafter, num_drafts=num_drafts, graphs=graphs

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from naive_decoding import naive
+from naive_decoding import naive_texts
 
 from shoestring.errors import UserError
 from shoestring.model import save_model
@@ -101,16 +101,16 @@ def test_everybody_is_asked_once(gains: list[tuple[float, int, int]], now: int) 
 def test_a_useless_one_in_front_stops_taking_turns(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoestring.serve.speculative.drafter_stack.RETRY_ROUNDS", 6)
     monkeypatch.setattr("shoestring.serve.speculative.drafter_stack.MIN_PROPOSALS", 4)
-    target = tiny_decoder(0, max_positions=256)
+    target = tiny_decoder(0, max_positions=128)
     prompts = [[1, 2, 3], [4, 5]]
-    samplings = [Sampling(max_tokens=200, temperature=temperature, seed=i, ignore_eos=True) for i in (1, 2)]
-    want = [naive(target, p, s) for p, s in zip(prompts, samplings, strict=True)]
+    samplings = [Sampling(max_tokens=120, temperature=temperature, seed=i, ignore_eos=True) for i in (1, 2)]
+    want = naive_texts(target, prompts, samplings)
     never = next(t for t in range(29) if not any(t in text for text in want)) if temperature == 0 else 28
     stack = DrafterStack([Wrong(never), DraftModel(near_copy(target, 0.0))])
     engine = Engine(target, drafter=stack, num_drafts=3)
     assert [c.token_ids for c in engine.generate(prompts, samplings)] == want
     assert stack.order()[-1] == 0 or stack._round - stack.accepted[0].last_round > 6
-    assert engine.stats.num_accepted > 100, "the other one wrote most of the text"
+    assert engine.stats.num_accepted > 60, "the other one wrote most of the text"
 
 
 def request(tokens: list[int], id: int = 0) -> Request:

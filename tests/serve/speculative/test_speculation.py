@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from naive_decoding import LookupDrafter, drawn_st, greedy_st, naive
+from naive_decoding import LookupDrafter, drawn_st, greedy_st, naive, naive_texts
 from replayed import TickingClock
 
 from shoestring.errors import UserError
@@ -68,7 +68,7 @@ def make_drafter(kind: str, seed: int) -> Drafter | None:
     return RandomLengths(DraftModel(draft_decoder(0.02), block_size=2), seed)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=9, deadline=None)
 @given(
     stems=st.lists(st.lists(st.integers(0, 28), min_size=1, max_size=14), min_size=1, max_size=2),
     tails=st.lists(st.tuples(st.integers(0, 1), st.lists(st.integers(0, 28), max_size=5)), min_size=1, max_size=6),
@@ -105,7 +105,7 @@ def test_every_drafter_and_schedule_writes_the_plain_text(
     samplings = samplings[: len(prompts)]
     if rule in ("token", "block"):
         samplings = [Sampling(max_tokens=s.max_tokens) for s in samplings]
-    want = [naive(model, p, s, frozenset({7})) for p, s in zip(prompts, samplings, strict=True)]
+    want = naive_texts(model, prompts, samplings, frozenset({7}))
     longest = max(len(p) + s.max_tokens for p, s in zip(prompts, samplings, strict=True))
     engine = Engine(
         model,
@@ -136,7 +136,7 @@ def test_same_seed_same_text_alone_in_company_and_after_preemption() -> None:
     want = naive(model, prompt, sampling)
     company = [[n] * (n + 1) for n in range(6)]
     num_preempted = 0
-    for seed in range(3):
+    for seed in range(2):
         drafter = RandomLengths(DraftModel(draft_decoder(0.02)), seed)
         engine = Engine(
             model, block_size=2, num_blocks=14, max_context=26, chunk=3 + seed, drafter=drafter, num_drafts=5
@@ -183,10 +183,10 @@ def test_a_twin_that_draws_for_itself_is_always_accepted(rule: str) -> None:
 
 @pytest.mark.parametrize("rule", ["token", "block", "coupled"])
 def test_sampled_speculation_keeps_the_distribution_in_the_engine(rule: str) -> None:
-    """Two new tokens of a real engine with a draft model, 3,000 seeds, against the exact probabilities."""
+    """Two new tokens of a real engine with a draft model, 1,500 seeds, against the exact probabilities."""
     model = tiny_decoder(seed=4, vocab_size=5, max_positions=8)
     copy = near_copy(model, 0.15)
-    prompt, num = [1, 2], 3000
+    prompt, num = [1, 2], 1500
     with torch.no_grad():
         first = model(torch.tensor([prompt]))[0, -1].softmax(-1)
         second = torch.stack([model(torch.tensor([[*prompt, a]]))[0, -1].softmax(-1) for a in range(5)])

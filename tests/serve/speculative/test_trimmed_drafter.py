@@ -74,7 +74,7 @@ def test_the_sampled_distribution_is_the_targets() -> None:
     target = tiny_decoder(0)
     drafter = trimmed(0, SAID, noise=0.3)
     engine = Engine(target, max_requests=64, drafter=drafter, num_drafts=2, rule="token")
-    num = 2000
+    num = 1000
     samplings = [Sampling(temperature=1.0, seed=s, max_tokens=4) for s in range(num)]
     texts = [c.token_ids for c in engine.generate([[1, 2, 3]] * num, samplings)]
     assert 0 < engine.stats.num_accepted < engine.stats.num_drafted

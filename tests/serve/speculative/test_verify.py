@@ -179,10 +179,10 @@ def test_the_distribution_by_exact_enumeration(rule: str, seed: int, one_hot: bo
 @pytest.mark.parametrize("kind", ["drawn", "lookup"])
 @pytest.mark.parametrize("rule", ["coupled", "token", "block"])
 def test_the_distribution_by_counting(rule: RuleName, kind: str) -> None:
-    """The real code over 8,000 seeds: drafts drawn (or looked up), verified, and the text continued by
+    """The real code over 4,000 seeds: drafts drawn (or looked up), verified, and the text continued by
     further verified steps until three tokens are there. Chi-square against plain decoding."""
     target, draft = tables(5)
-    num = 8_000
+    num = 4_000
     texts: list[tuple[int, ...]] = [()] * num
     samplings = [Sampling(temperature=0.9, seed=i) for i in range(num)]
     while who := [i for i, text in enumerate(texts) if len(text) < 3]:
