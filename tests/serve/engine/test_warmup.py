@@ -35,10 +35,10 @@ class Clock:
         self.now = self.making = 0.0
         made, clock = CapturedStep.__init__, self
 
-        def make(graph: CapturedStep, *args: Any) -> None:
+        def make(graph: CapturedStep, *args: Any, **options: Any) -> None:
             clock.now += PRICE
             clock.making += PRICE
-            made(graph, *args)
+            made(graph, *args, **options)
 
         monkeypatch.setattr(CapturedStep, "__init__", make)
         monkeypatch.setattr(engine_module.time, "perf_counter", self.read)
