@@ -30,7 +30,7 @@ PROJECT_PAGES = (
 MOVED = {
     **{f"{name}.html": f"start/{name}.html" for name in ("tutorial", "install", "python")},
     **{f"{name}.html": f"explain/{name}.html" for name in ("training", "checkpoint_levels", "resharding", "formats")},
-    **{f"{name}.html": f"explain/{name}.html" for name in ("int8_activations", "engine", "kernels", "one_kernel")},
+    **{f"{name}.html": f"explain/{name}.html" for name in ("int8_activations", "engine", "kernels")},
     **{f"{name}.html": f"reference/{name}.html" for name in ("support", "data", "tokenizer", "checkpoint", "models")},
     **{f"{name}.html": f"reference/{name}.html" for name in ("evals", "gguf", "security")},
     **{f"{name}.html": f"guides/{name}.html" for name in ("export", "add_architecture")},
@@ -39,6 +39,7 @@ MOVED = {
     "server_load.html": "results/serving.html",
     "benchmarks.html": "results/index.html",
     "cli.html": "reference/commands.html",
+    "one_kernel.html": "project/experiments/one_kernel.html",
     "reference/engine.html": "explain/engine.html",
     "reference/recipes.html": "reference/recipes/index.html",
 }

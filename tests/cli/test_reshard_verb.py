@@ -9,8 +9,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import tiny
 from shoestring.cli.reshard import reshard_app
 from shoestring.errors import UserError
+from shoestring.model import save_model
+from shoestring.model.export import export_model
 from shoestring.model.mesh_layouts import layout_on
 from shoestring.state.checkpoint import save_checkpoint
 from shoestring.state.reshard.layouts import REPLICATE, MeshLayout, shard
@@ -41,6 +44,14 @@ def test_a_checkpoint_and_a_mesh(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "step-00000001", {"model": {"blocks.0.attn.o.weight": torch.zeros(8, 64)}}, step=1)
     text = explain(str(tmp_path / "step-00000001"), "replica=2,tp=2")
     assert "1 tensors in 1 classes" in text
+
+
+def test_a_gguf_file_is_a_model_like_any_other(tmp_path: Path) -> None:
+    tokenizer = tiny.chat_tokenizer()
+    save_model(tmp_path / "model", tiny.served_model(tokenizer.vocab_size), tokenizer)
+    export_model(tmp_path / "model", tmp_path / "model.gguf")
+    folder, file = (explain("dp=2", "tp=2", "--model", str(tmp_path / name)) for name in ("model", "model.gguf"))
+    assert folder == file and " tensors in " in file
 
 
 @pytest.mark.parametrize(

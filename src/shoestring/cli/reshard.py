@@ -100,7 +100,7 @@ def _shapes(model: str | None, tensors: list[str], itemsize: int) -> Shapes:
         raise UserError(f"both --model {model} and --tensor {tensors[0]} are given; give one of them")
     if model is None and not tensors:
         raise UserError(
-            "give the tensors to move: --model FOLDER, or --tensor SHAPE (such as 1024x4096) one or more times"
+            "give the tensors to move: --model MODEL, or --tensor SHAPE (such as 1024x4096) one or more times"
         )
     if model is not None:
         return _model_shapes(model, itemsize)
@@ -113,13 +113,14 @@ def _shapes(model: str | None, tensors: list[str], itemsize: int) -> Shapes:
 def _model_shapes(model: str, itemsize: int) -> Shapes:
     import torch
 
+    from shoestring.model.gguf import GgufSource
     from shoestring.model.hf import spec_of_folder
     from shoestring.model.transformer import Decoder
     from shoestring.paths import find_model
 
     folder = find_model(model)
     if not folder.is_dir():
-        raise UserError(f"{folder} is a .gguf file; give a Hugging Face folder or a run")
+        return {name: (shape, itemsize) for name, shape in GgufSource(folder).shapes.items()}
     with torch.device("meta"):
         decoder = Decoder(spec_of_folder(folder))
     return {name: (tuple(p.shape), itemsize) for name, p in decoder.named_parameters()}

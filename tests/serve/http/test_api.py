@@ -220,6 +220,8 @@ def test_characters_split_over_tokens_arrive_whole() -> None:
     engine = Engine(served_model(tokenizer.vocab_size), tokenizer, verify=saying(ids, len(prompt)))
     with running() as service, httpx.Client(base_url=service.url, timeout=60) as http:
         ask = openai.OpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0, timeout=60)
+        named = ask.completions.create(model="gpt-4o", prompt=prompt, max_tokens=1)
+        assert named.model == "tiny"  # a server without keys has one user and one model, whatever the client calls it
         for num in (3, 4, 5, len(ids) + 4):  # the first two end within the first 🦊, the last in the second
             expected = engine.generate([prompt], Sampling(max_tokens=num))[0].text
             assert expected == {3: "A ", 4: "A ", 5: "A 🦊"}.get(num, SPLIT + "A ")

@@ -404,7 +404,7 @@ class Api:
 
     async def model(self, name: str) -> Response:
         """The same by its name."""
-        self._check_model(name)
+        self._check_model(name, exact=True)
         return JSONResponse(self._model_card())
 
     def _model_card(self) -> dict[str, Any]:
@@ -505,9 +505,10 @@ class Api:
         if not self.engine.facts.writes:
             raise ApiError(400, "this model is an encoder: it computes embeddings (/v1/embeddings) and writes no text")
 
-    def _check_model(self, name: str | None) -> None:
+    def _check_model(self, name: str | None, exact: bool = False) -> None:
+        """Without keys the server is its user's own, and any name means the one model: clients insist on theirs."""
         served = self.settings.model_name
-        if name is not None and name != served:
+        if name is not None and name != served and (exact or self.settings.api_keys):
             raise ApiError(
                 404,
                 f"there is no model {name[:100]!r} here; this server has {served!r}",
