@@ -366,6 +366,8 @@ def test_the_demo_in_miniature(
     assert "gradients over 2 replicas by int4" in out and "in 10 steps" in out
     page = (tmp_path / "demo" / "report.html").read_text()
     assert page.count("<svg") == 2 and "def main(" in page
+    assert page.index("<svg") < page.index("times smaller layers") < page.index("<table")  # a picture, three numbers
+    assert f"shoestring quantize {tmp_path / 'demo' / 'train'} int4" in out  # the command of a stage
     assert "over HTTP (the same text, with n-gram drafts)" in page
     assert all(f"[{number}/{len(demo.STAGES)}] " in out for number in range(1, len(demo.STAGES) + 1))
 

@@ -406,7 +406,7 @@ def write_page(demo: Demo) -> None:
         Text("In three numbers", in_three_numbers(picture)),
         loss_curves(read_metrics(demo.folder / "train" / "metrics.jsonl")),
         tables[0],
-        size_plot("The small model: size and perplexity", small),
+        *([size_plot("The small model: size and perplexity", small)] if real else []),
         tables[1],
         Text("About these numbers", ABOUT),
         *(Text(title, text, code=True) for title, text in demo.samples),
