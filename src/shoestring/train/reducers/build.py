@@ -170,8 +170,8 @@ def build_optimizer(
 def check_optimizer(optimizer: str, cfg: ReducerConfig) -> None:
     if optimizer != "adamw" and _is_demo(cfg):
         raise UserError(
-            f"reducer={cfg.reducer} is an optimizer by itself, whose signs optimizer={optimizer} cannot take; leave "
-            "one of them out"
+            f"reducer={cfg.reducer} is an optimizer by itself, whose signs optimizer={optimizer} cannot take; give "
+            "optimizer=adamw, or another reducer"
         )
 
 
