@@ -78,7 +78,9 @@ def make_run(mesh: Mesh) -> Any:
     if mesh.dp > 1:
         fully_shard(model, mesh=mesh.axis("dp"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    return SimpleNamespace(step=0, model=model, optimizer=optimizer, mesh=mesh, log=RunLog(None, quiet=True))
+    return SimpleNamespace(
+        trained_only=False, step=0, model=model, optimizer=optimizer, mesh=mesh, log=RunLog(None, quiet=True)
+    )
 
 
 def take_step(run: Any) -> None:

@@ -129,7 +129,7 @@ def checkpoints() -> int:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def save(step: int) -> None:
-        run = SimpleNamespace(step=step, model=model, optimizer=optimizer, mesh=None, log=None)
+        run = SimpleNamespace(trained_only=False, step=step, model=model, optimizer=optimizer, mesh=None, log=None)
         with torch.no_grad():
             model.weight.fill_(float(step))
         Checkpointer(folder, every=0, keep=1).save(run, {})

@@ -125,7 +125,7 @@ def save(folder: Path) -> None:
         dist.all_gather_object(boxes, box)
         check_cover(name, p.shape, sorted({b for b in boxes if b.size}))
     torch.manual_seed(100 + mesh.rank)
-    run = SimpleNamespace(step=3, model=model, optimizer=optimizer, mesh=mesh, log=None)
+    run = SimpleNamespace(trained_only=False, step=3, model=model, optimizer=optimizer, mesh=mesh, log=None)
     Checkpointer(folder / "run", every=3).after_step(run, {"part": Part(mesh)})
     whole = everything(model, optimizer)
     draw = [None] * 4
@@ -151,7 +151,9 @@ def load(folder: Path) -> None:
     model, optimizer = build(mesh, perturb=True)
     torch.manual_seed(7)
     said: list[str] = []
-    run = SimpleNamespace(step=0, model=model, optimizer=optimizer, mesh=mesh, log=SimpleNamespace(say=said.append))
+    run = SimpleNamespace(
+        trained_only=False, step=0, model=model, optimizer=optimizer, mesh=mesh, log=SimpleNamespace(say=said.append)
+    )
     part = Part(mesh, fresh=True)
     # dp ranks of this mesh sit at tp 0; of the saved 2 x 2 mesh only dp 0 and 1 exist (ranks 0 and 2 there).
     old_rank = {0: 0, 1: 2}.get(mesh.rank)

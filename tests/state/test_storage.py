@@ -349,7 +349,7 @@ from types import SimpleNamespace
 from shoestring.state.checkpointer import Checkpointer
 model = torch.nn.Linear(4, 2)
 sgd = torch.optim.SGD(model.parameters(), lr=1.0)
-run = SimpleNamespace(step=0, model=model, optimizer=sgd, mesh=None, log=None)
+run = SimpleNamespace(trained_only=False, step=0, model=model, optimizer=sgd, mesh=None, log=None)
 class Slow:
     def state_dict(self):
         return {"big": torch.full((2**23,), float(run.step))}
@@ -391,7 +391,7 @@ def test_kill_while_saving_then_the_previous_checkpoint_is_found(tmp_path: Path)
 
     model = torch.nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    run = SimpleNamespace(step=0, model=model, optimizer=optimizer, mesh=None, log=None)
+    run = SimpleNamespace(trained_only=False, step=0, model=model, optimizer=optimizer, mesh=None, log=None)
     big = SimpleNamespace(big=torch.zeros(2**23))
     big.state_dict, big.load_state_dict = lambda: {"big": big.big}, lambda state: None
     again = Checkpointer(tmp_path, every=1)

@@ -148,6 +148,22 @@ def pretrain(
 
 
 @app.command()
+def finetune(
+    model: ModelArgument,
+    data: Annotated[
+        str | None, typer.Argument(help="A .jsonl, .json or .parquet file of chats, prompts or preference pairs.")
+    ] = None,
+    overrides: OverridesArgument = None,
+    config: ConfigOption = None,
+) -> None:
+    """Adapt a model to examples: LoRA on dense or packed weights, or all weights. Short for: run train/finetune"""
+    given = overrides or []
+    if data is not None:
+        given = [data if _is_setting(data) else f"data={data}", *given]
+    _run_short_form("train/finetune", [f"model={model}", *given], config)
+
+
+@app.command()
 def quantize(
     model: ModelArgument,
     format: Annotated[

@@ -5,7 +5,7 @@ A template is a stranger's program. It runs in Jinja's immutable sandbox, and th
 process, nothing else. One process serves all templates and threads; it is started for the first chat.
 
 The filters and globals are those that `transformers` offers, so that the same template gives the same text. Left out:
-documents (passed as none), and the mask of assistant tokens.
+documents (passed as none).
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import atexit
 import contextlib
 import json
 import os
+import re
+import secrets
 import selectors
 import subprocess
 import sys
@@ -49,6 +51,37 @@ def render(
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> str:
     """The chat as text. Anything that goes wrong inside the template is a UserError with the template's own words."""
+    found = _rendered(template, messages, add_generation_prompt, special, tools)
+    text: str = found["text"]
+    return text
+
+
+def marks_generation(template: str) -> bool:
+    """Whether the template says which of its text the assistant writes."""
+    return re.search(r"\{%[-+]?\s*generation\b", template) is not None
+
+
+def render_spans(
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    special: Mapping[str, str],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> tuple[str, list[tuple[int, int]]]:
+    """The chat as text, and the characters that the assistant writes, of a template that marks them."""
+    word = secrets.token_hex(8)  # unknown to the texts of the chat
+    found = _rendered(template, messages, False, special, tools, [f"\ue000{word}<", f"\ue000{word}>"])
+    return found["text"], [(start, end) for start, end in found["spans"]]
+
+
+def _rendered(
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    add_generation_prompt: bool,
+    special: Mapping[str, str],
+    tools: Sequence[Mapping[str, Any]] | None,
+    marks: list[str] | None = None,
+) -> dict[str, Any]:
     for position, message in enumerate(messages):
         if not isinstance(message, Mapping) or "role" not in message:
             raise UserError(f"message {position} of the chat is {shown(message)}; each needs a 'role' and a 'content'")
@@ -60,14 +93,14 @@ def render(
         **special,
     }
     try:
-        found = _process.ask({"template": template, "chat": chat})
+        found = _process.ask({"template": template, "chat": chat, "marks": marks})
     except _NoAnswer as error:
         raise UserError(f"the model's chat template does not end well with this chat: {error}") from None
     if "fault" in found:
         raise UserError(f"the model's chat template is broken, {found['fault']}")
     if "error" in found:
         raise UserError(f"the model's chat template does not accept this chat: {shortened(found['error'], 500)}")
-    return found["text"]
+    return found
 
 
 class _NoAnswer(Exception):

@@ -4,6 +4,8 @@ A line of JSON in, a line of JSON out:
 
     {"template": ..., "chat": null}                      -> {"fault": null} or {"fault": "line 3: ..."}
     {"template": ..., "chat": {"messages": ..., ...}}    -> {"text": ...} or {"error": ...}
+    {..., "marks": [OPEN, CLOSE]}                        -> {"text": ..., "spans": [[start, end], ...]}: the assistant's
+                                                            words, where the template marks them
 
 Jinja's immutable sandbox keeps a template away from Python's internals, but not from `10 ** 10 ** 10`, from a string
 that doubles forty times or from loops in loops. Memory, output and time are therefore limits of this process, which
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import re
 import resource
 import signal
 import sys
@@ -26,6 +29,8 @@ import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+MARKS = ("generation_opens__", "generation_closes__")  # variables: undefined, which prints nothing, or the marks
+
 
 class _GenerationBlock(jinja2.ext.Extension):
     """{% generation %} ... {% endgeneration %} marks assistant text for training; rendered as what is inside."""
@@ -34,7 +39,8 @@ class _GenerationBlock(jinja2.ext.Extension):
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
         next(parser.stream)
-        return list(parser.parse_statements(("name:endgeneration",), drop_needle=True))
+        opens, closes = (jinja2.nodes.Output([jinja2.nodes.Name(name, "load")]) for name in MARKS)
+        return [opens, *parser.parse_statements(("name:endgeneration",), drop_needle=True), closes]
 
 
 def _raise_exception(message: str) -> None:
@@ -93,11 +99,27 @@ def render(template: str, chat: dict[str, Any], most_characters: int) -> dict[st
         return {"error": f"{error}" or type(error).__name__}
 
 
-def answer(request: dict[str, Any], most_characters: int) -> dict[str, str | None]:
+def spans_of(marked: str, opens: str, closes: str) -> dict[str, Any]:
+    """The text without its marks, and where they stood."""
+    text, spans, start = "", [], 0
+    for piece in re.split(f"({re.escape(opens)}|{re.escape(closes)})", marked):
+        if piece == opens:
+            start = len(text)
+        elif piece == closes:
+            spans.append([start, len(text)])
+        else:
+            text += piece
+    return {"text": text, "spans": spans}
+
+
+def answer(request: dict[str, Any], most_characters: int) -> dict[str, Any]:
     broken = fault(request["template"])
     if request["chat"] is None or broken is not None:
         return {"fault": broken}
-    return {**render(request["template"], request["chat"], most_characters)}
+    marks = request.get("marks")
+    chat = request["chat"] if marks is None else {**request["chat"], **dict(zip(MARKS, marks, strict=True))}
+    found = render(request["template"], chat, most_characters)
+    return {**found} if marks is None or "error" in found else spans_of(found["text"], *marks)
 
 
 def main(most_bytes: int, most_characters: int, seconds: float) -> None:

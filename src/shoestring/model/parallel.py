@@ -29,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shoestring.errors import UserError
 from shoestring.formats import FormatLinear
+from shoestring.formats.adapter import Adapter, Shares
 from shoestring.formats.convert import format_hosts
 from shoestring.formats.linear import FormatHost, local
 from shoestring.mesh import Mesh
@@ -208,12 +209,26 @@ def _shard_host_(host: FormatHost, tp: DeviceMesh, dim: int) -> None:
             setattr(host, f"weight_{name}", part.contiguous())
     else:
         _shard_param_(host, "weight", tp, dim)
+    if isinstance(host, FormatLinear) and isinstance(host.adapter, Adapter):
+        _shard_adapter_(host.adapter, tp, dim)
     for name in host.state_names:
         # Masks and learned scales are Parameters and cut like the weight; tables and clocks are buffers and stay whole,
         # and so do dims of size 1, which stand for all of the weight's dim.
         aux = getattr(host, f"weight_{name}")
         if isinstance(aux, nn.Parameter) and aux.shape[dim] > 1:
             _shard_param_(host, f"weight_{name}", tp, dim)
+
+
+def _shard_adapter_(adapter: Adapter, tp: DeviceMesh, dim: int) -> None:
+    """Rows of the weight are those of B, its columns those of A; the rest every rank has whole."""
+    group = tp.get_group()
+    _shard_param_(adapter, "B" if dim == 0 else "A", tp, dim)
+    whole = ("A",) if dim == 0 else ("B", "magnitude")
+    if dim == 0 and adapter.magnitude is not None and adapter.square is not None:
+        _shard_param_(adapter, "magnitude", tp, 0)
+        adapter.square = adapter.square.chunk(tp.size())[tp.get_local_rank()].contiguous()
+    copy_to, add_up = (functools.partial(f, group=group) for f in (collectives.copy_to, collectives.all_sum))
+    adapter.shares = Shares(whole, copy_to, add_up if dim == 1 else None)
 
 
 def _shard_param_(module: nn.Module, name: str, tp: DeviceMesh, dim: int) -> None:

@@ -29,7 +29,7 @@ from tokenizers import Tokenizer as Backend
 
 from shoestring.errors import UserError, shown
 from shoestring.json_files import MOST_TEXT, Fields, parse_json, read_object, read_text
-from shoestring.model.chat import render
+from shoestring.model.chat import marks_generation, render, render_spans
 from shoestring.model.hf import MOST_TOKEN_ID, token_ids
 from shoestring.model.vocabulary import (
     CONTROL,
@@ -230,6 +230,14 @@ class Tokenizer:
         with library_errors("the tokenizer cannot encode this text"):
             return [e.ids for e in self.backend.encode_batch_fast(list(texts), add_special_tokens=special)]
 
+    def encode_with_places(
+        self, texts: Sequence[str], *, special: bool = True
+    ) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        """Like `encode_batch`, and for every token the characters [start, end) of its text that it stands for."""
+        with library_errors("the tokenizer cannot encode this text"):
+            found = self.backend.encode_batch(list(texts), add_special_tokens=special)
+            return [(e.ids, e.offsets) for e in found]
+
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         with library_errors("the tokenizer cannot decode these ids"):
             return self.backend.decode(list(ids), skip_special_tokens=skip_special)
@@ -283,6 +291,21 @@ class Tokenizer:
         return render(
             template, list(messages), add_generation_prompt=add_generation_prompt, special=self.special, tools=tools
         )
+
+    def render_spans(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> tuple[str, list[tuple[int, int]]] | None:
+        """The chat as text and the characters [start, end) that the assistant writes; None where the template does not
+        mark them."""
+        template = self.tool_template if tools else self.chat_template
+        if template is None or not marks_generation(template):
+            return None
+        return render_spans(template, messages, special=self.special, tools=tools)
+
+    @property
+    def end_texts(self) -> tuple[str, ...]:
+        """How the tokens are written that end a turn."""
+        return tuple(text for i in sorted(self.eos_ids) if (text := self.backend.id_to_token(i)))
 
     @property
     def tool_template(self) -> str | None:

@@ -146,9 +146,9 @@ def check_start(settings: dict[str, Any], deciding: Iterable[str]) -> None:
 def keep_source(folder: Path, model: str | Path, *others: str | Path) -> None:
     """Note in a new run folder which weights the run begins with. UserError where a resumed one would go on with
     others: a model made of both, half of its blocks from each, would be no one's."""
-    file, stamps = folder / SOURCE, {path.name: _stamp(path) for path in weight_files(model)}
+    file, stamps = folder / SOURCE, {path.name: file_stamp(path) for path in weight_files(model)}
     for i, other in enumerate(others, start=1):
-        stamps |= {f"{i}/{path.name}": _stamp(path) for path in weight_files(other)}
+        stamps |= {f"{i}/{path.name}": file_stamp(path) for path in weight_files(other)}
     if not file.is_file():
         folder.mkdir(parents=True, exist_ok=True)
         write_json(file, stamps)
@@ -159,7 +159,7 @@ def keep_source(folder: Path, model: str | Path, *others: str | Path) -> None:
         )
 
 
-def _stamp(file: Path) -> str:
+def file_stamp(file: Path) -> str:
     """Of the size of a file and of pieces all over it: gigabytes are not read for it, and a copy has the same one."""
     size = file.stat().st_size
     hashed = hashlib.blake2b(str(size).encode(), digest_size=16)

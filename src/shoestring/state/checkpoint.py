@@ -79,6 +79,15 @@ def load_checkpoint(path: Path | str, state: dict[str, Any], mesh: Mesh | None =
     )
 
 
+def load_tensors(path: Path, tensors: dict[str, Tensor], mesh: Mesh | None = None) -> None:
+    """Fill these tensors in place, by their names in the checkpoint, which may hold others too."""
+    reader = agree(mesh, lambda: SafeReader(path))
+    saved = reader.manifest.tensors
+    if wrong := [n for n, t in tensors.items() if n not in saved or tuple(saved[n].shape) != tuple(t.shape)]:
+        raise UserError(f"{path} has no {wrong[0]!r} of this shape; it belongs to another run")
+    _fill_tensors(reader, tensors, mesh)
+
+
 def fill_state(
     state: dict[str, Any], saved: Manifest, what: str, mesh: Mesh | None, fill: Callable[[dict[str, Tensor]], None]
 ) -> list[str]:

@@ -24,7 +24,7 @@ from shoestring.errors import UserError
 from shoestring.mesh import Mesh
 from shoestring.state.agreement import agree
 from shoestring.state.manifest import Manifest, decode_value, encode_value
-from shoestring.state.optimizer import forget_absent, init_state, load_optimizer_state, optimizer_state
+from shoestring.state.optimizer import forget_absent, init_state, load_optimizer_state, optimizer_state, parameter_names
 
 PRIVATE = "private"
 _PRIVATE_NAME = re.compile(r"(^|\.)private@")
@@ -201,6 +201,7 @@ class RunLike(Protocol):
     optimizer: Any
     mesh: Any
     log: Any
+    trained_only: bool
 
 
 def rng_state() -> dict[str, Tensor]:
@@ -222,11 +223,18 @@ def seed_rng(seed: int, mesh: Mesh | None) -> None:
     torch.manual_seed((seed * 1_000_003 + (0 if mesh is None else mesh.dp_rank)) % 2**63)
 
 
+def model_state(run: RunLike) -> dict[str, Any]:
+    """The model's tensors by name; those that get gradients where the others are frozen for good."""
+    if not run.trained_only:
+        return get_model_state_dict(run.model)
+    return {name: p.detach() for p, name in parameter_names(run.model).items() if p.requires_grad}
+
+
 def run_state(run: RunLike, parts: dict[str, Any]) -> dict[str, Any]:
     """Everything that a checkpoint of the run holds; its tensors are the run's own, not copies."""
     return {
         "step": run.step,
-        "model": get_model_state_dict(run.model),
+        "model": model_state(run),
         "optimizer": optimizer_state(run.model, run.optimizer),
         "rng": {PRIVATE: rng_state()},
         "parts": {name: part.state_dict() for name, part in parts.items()},
@@ -245,7 +253,8 @@ def state_to_fill(run: RunLike, parts: dict[str, Any], saved: Collection[str]) -
 
 def put_back(run: RunLike, parts: dict[str, Any], state: dict[str, Any]) -> None:
     """The filled state into the run and its parts."""
-    set_model_state_dict(run.model, state["model"])
+    if not run.trained_only:  # those were filled in place
+        set_model_state_dict(run.model, state["model"])
     load_optimizer_state(run.model, run.optimizer, state["optimizer"])
     for name, part in parts.items():
         part.load_state_dict(state["parts"][name])

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shoestring.errors import UserError, shortened, shown, suggest
-from shoestring.json_files import json_lines, kind_of, parse_json
+from shoestring.json_files import MOST_TEXT, json_lines, kind_of, parse_json, read_json
 from shoestring.paths import expand
 
 PYTHON = "python"
@@ -116,33 +116,31 @@ def read_files(
 # --- which files --------------------------------------------------------------------------------
 
 
-def list_files(source: str, key: str = "data") -> list[SourceFile]:
+def list_files(source: str, key: str = "data", suffixes: tuple[str, ...] = SUFFIXES) -> list[SourceFile]:
     """The files a source means; never empty. `key` is the setting that gave it, for errors."""
-    if source == PYTHON:
+    texts = suffixes == SUFFIXES
+    if source == PYTHON and texts:
         return _python_files()
-    path = expand(source)
+    path, allowed = expand(source), ", ".join(suffixes)
     if path.is_file():
-        if path.suffix.lower() not in SUFFIXES:
-            raise UserError(
-                f"{source} ends in {path.suffix or 'nothing'!r}; corpora are {', '.join(SUFFIXES)} files. "
-                "Rename it to .txt if it is plain text"
-            )
+        if path.suffix.lower() not in suffixes:
+            hint = ". Rename it to .txt if it is plain text" if texts else ""
+            kind = "corpora" if texts else "samples"
+            raise UserError(f"{source} ends in {path.suffix or 'nothing'!r}; {kind} are {allowed} files{hint}")
         return [_source_file(path, path.parent)]
     if path.is_dir():
-        found = [p for p in _walk(path) if p.suffix.lower() in SUFFIXES]
+        found = [p for p in _walk(path) if p.suffix.lower() in suffixes]
         if not found:
-            raise UserError(f"{source} holds no {', '.join(SUFFIXES)} file, nor do the folders in it")
+            raise UserError(f"{source} holds no {allowed} file, nor do the folders in it")
         return _in_order(found, path)
     if glob.has_magic(source):
         found = [Path(p) for p in glob.glob(str(path), recursive=True)]  # noqa: PTH207 (an absolute pattern)
-        found = [p for p in found if p.is_file() and p.suffix.lower() in SUFFIXES]
+        found = [p for p in found if p.is_file() and p.suffix.lower() in suffixes]
         if not found:
-            raise UserError(f"no {', '.join(SUFFIXES)} file matches {source}")
+            raise UserError(f"no {allowed} file matches {source}")
         return _in_order(found, Path(os.path.commonpath([p.parent for p in found])))
-    raise UserError(
-        f"{key}={source} does not exist; give a file ({', '.join(SUFFIXES)}), a folder, a glob in quotes, "
-        f"or 'python' for this machine's Python sources.{suggest(source, [PYTHON])}"
-    )
+    python = f", or 'python' for this machine's Python sources.{suggest(source, [PYTHON])}" if texts else ""
+    raise UserError(f"{key}={source} does not exist; give a file ({allowed}), a folder, a glob in quotes{python}")
 
 
 def _python_files() -> list[SourceFile]:
@@ -271,6 +269,55 @@ def _contains(path: Path, wanted: bytes) -> bool:
             return content.find(wanted) >= 0
 
 
+def read_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """(where, value) of every row of a .jsonl, .json (a list) or .parquet file, whatever its fields are."""
+    suffix = path.suffix.lower()
+    try:
+        if suffix == ".parquet":
+            yield from _parquet_rows(path)
+        elif suffix == ".json":
+            rows = read_json(path, MOST_TEXT, "repair it")
+            if not isinstance(rows, list):
+                raise UserError(
+                    f"{path} must hold a list of samples, not {kind_of(rows)}; or give one a line as .jsonl"
+                )
+            yield from ((f"{path}, sample {number}", row) for number, row in enumerate(rows, start=1))
+        else:
+            for number, line in json_lines(path):
+                where = f"{path}:{number}"
+                yield where, parse_json(line, where, "repair or delete the line")
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    pyarrow, parquet = _import_pyarrow()
+    try:
+        number = 0
+        with parquet.ParquetFile(path) as table:
+            _check_unfolded(path, table.metadata)
+            for batch in table.iter_batches(batch_size=256, use_threads=False):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"{path}, row {number}", row
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError, IndexError) as error:
+        raise _unreadable_parquet(path, error) from error
+
+
+def _import_pyarrow() -> tuple[Any, Any]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise UserError("reading .parquet needs pyarrow: pip install 'shoestring[data]'") from error
+    return pyarrow, pyarrow.parquet
+
+
+def _unreadable_parquet(path: Path, error: Exception) -> UserError:
+    reason = (str(error).splitlines() or [type(error).__name__])[0]
+    return UserError(f"{path} is not a readable parquet file: {shortened(reason, 200)}")
+
+
 def _read_jsonl(path: Path) -> Iterator[Document]:
     for number, line in json_lines(path):
         where = f"{path}:{number}"
@@ -278,19 +325,15 @@ def _read_jsonl(path: Path) -> Iterator[Document]:
 
 
 def _read_parquet(path: Path) -> Iterator[Document]:
+    pyarrow, parquet = _import_pyarrow()
     try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise UserError("reading .parquet needs pyarrow: pip install 'shoestring[data]'") from error
-    try:
-        with pyarrow.parquet.ParquetFile(path) as table:
+        with parquet.ParquetFile(path) as table:
             columns = _text_columns(path, table.schema_arrow)
             _check_unfolded(path, table.metadata)
         number = 0
         # Equal texts are stored once: as a dictionary and row by row, a batch takes what the file has, not what it
         # unfolds to.
-        with pyarrow.parquet.ParquetFile(path, read_dictionary=columns) as table:
+        with parquet.ParquetFile(path, read_dictionary=columns) as table:
             for batch in table.iter_batches(batch_size=1024, columns=columns, use_threads=False):
                 texts = [batch.column(name).dictionary for name in columns]
                 for places in zip(*(batch.column(name).indices.to_pylist() for name in columns), strict=True):
@@ -298,8 +341,7 @@ def _read_parquet(path: Path) -> Iterator[Document]:
                     found = (None if at is None else text[at].as_py() for text, at in zip(texts, places, strict=True))
                     yield _document_of(dict(zip(columns, found, strict=True)), f"{path}, row {number}")
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError, IndexError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(f"{path} is not a readable parquet file: {shortened(reason, 200)}") from error
+        raise _unreadable_parquet(path, error) from error
 
 
 def _text_columns(path: Path, schema: Any) -> list[str]:

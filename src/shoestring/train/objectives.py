@@ -26,6 +26,7 @@ from shoestring.kernels.loss.cross_entropy import cross_entropy_
 from shoestring.kernels.loss.distill import distill_
 from shoestring.model.attention import soft_cap
 from shoestring.model.collectives import all_sum, max_over
+from shoestring.model.segments import segment_attend, segment_positions
 from shoestring.model.transformer import Head
 from shoestring.train.step import IGNORED, Micro, Objective
 
@@ -46,22 +47,38 @@ class CrossEntropy(Objective):
     def __call__(self, model: nn.Module, micro: Micro) -> Tensor:
         targets = micro.targets_BT
         if self.chunk is None:
-            logits = model(micro.tokens_BT)
+            logits = read_rows(model, micro)
             return F.cross_entropy(
                 logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum"
             )
-        return model(micro.tokens_BT, readout=lambda hidden, head: self.readout(hidden, head, targets))
+        weights = micro.weights_BT
+        return read_rows(model, micro, readout=lambda hidden, head: self.readout(hidden, head, targets, weights))
 
-    def readout(self, hidden_BTD: Tensor, head: Head, targets_BT: Tensor) -> Tensor:
+    def readout(self, hidden_BTD: Tensor, head: Head, targets_BT: Tensor, weights_BT: Tensor | None = None) -> Tensor:
+        """`weights_BT`: what each target's loss counts; 1 without."""
         target_N = targets_BT.flatten()
+        weight_N = None if weights_BT is None else weights_BT.flatten()
 
         def chunk_loss(logits: Tensor, lo: int, hi: int) -> tuple[Tensor, Tensor]:
             if head.group is None:
                 loss_N, grad = cross_entropy_(logits, target_N[lo:hi].contiguous())
+            else:
+                loss_N, grad = vocab_parallel_cross_entropy(logits, target_N[lo:hi], head)
+            if weight_N is None:
                 return loss_N.sum(), grad
-            return vocab_parallel_cross_entropy(logits, target_N[lo:hi], head)
+            return (loss_N * weight_N[lo:hi]).sum(), grad.mul_(weight_N[lo:hi, None].to(grad.dtype))
 
         return chunked_head(hidden_BTD, head, chunk_loss, self.chunk or 0)
+
+
+def read_rows(model: nn.Module, micro: Micro, **options: Any) -> Tensor:
+    """The model over the rows of a micro-batch, each sample by itself where rows hold several."""
+    if micro.bounds_S is None:
+        return model(micro.tokens_BT, **options)
+    decoder: Any = model
+    positions_BT = segment_positions(micro.bounds_S, micro.tokens_BT.shape)
+    attend = segment_attend(decoder.plan, micro.bounds_S, micro.longest)
+    return model(micro.tokens_BT, positions_BT, attend=attend, context=micro.longest, **options)
 
 
 class TeacherObjective(Objective):
@@ -133,8 +150,8 @@ class Distill(TeacherObjective):
         loss = loss if head.group is None else all_sum(loss, head.group)
         grad = self.kl * temperature * (q - p) * counted
         if self.ce:
-            ce_loss, ce_grad = vocab_parallel_cross_entropy(z_NV, target_N, head)
-            loss, grad = loss + self.ce * ce_loss, grad + self.ce * ce_grad.float()
+            ce_loss_N, ce_grad = vocab_parallel_cross_entropy(z_NV, target_N, head)
+            loss, grad = loss + self.ce * ce_loss_N.sum(), grad + self.ce * ce_grad.float()
         return loss, grad
 
 
@@ -210,13 +227,14 @@ def vocab_remove_(z_NV: Tensor, ids_Nk: Tensor, head: Head) -> Tensor:
 
 
 def vocab_parallel_cross_entropy(logits_NV: Tensor, target_N: Tensor, head: Head) -> tuple[Tensor, Tensor]:
+    """Of each row, on every rank, and the gradient of the sum with respect to this rank's logits."""
     logp, counted_N = vocab_log_softmax(logits_NV.float(), head), target_N != IGNORED
     column, held = vocab_columns(target_N, logits_NV, head)
     held = held & counted_N
-    loss = -(logp.gather(1, column[:, None])[:, 0] * held).sum()
+    loss_N = -logp.gather(1, column[:, None])[:, 0] * held
     grad = logp.exp() * counted_N[:, None]
     grad.scatter_add_(1, column[:, None], -held[:, None].to(grad.dtype))
-    return (loss if head.group is None else all_sum(loss, head.group)), grad.to(logits_NV.dtype)
+    return (loss_N if head.group is None else all_sum(loss_N, head.group)), grad.to(logits_NV.dtype)
 
 
 # -- the chunked head ----------------------------------------------------------------------------------------

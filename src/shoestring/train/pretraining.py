@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from shoestring.config import option
 from shoestring.errors import UserError
@@ -30,7 +31,7 @@ from shoestring.runlog import RunLog
 from shoestring.train.data import TokenData
 from shoestring.train.objectives import CrossEntropy
 from shoestring.train.shards import Corpus
-from shoestring.train.step import Run
+from shoestring.train.step import Micro, Objective, Run
 
 # d_model, num_layers, num_heads, num_kv_heads, d_ff; Llama's architecture except for gpt2-*.
 SIZES: dict[str, tuple[int, int, int, int, int]] = {
@@ -190,17 +191,22 @@ def validation_data(corpus: Corpus, mesh: Mesh, *, context: int, batch: int, mic
 
 def validation_loss(data: TokenData) -> Callable[[Run], dict[str, float]]:
     """For `train(evaluate=...)`: the mean loss over the first VALIDATION_STEPS batches of `data`."""
-    objective = CrossEntropy()
 
-    @torch.no_grad()
     def evaluate(run: Run) -> dict[str, float]:
-        run.model.eval()
-        micros = [micro.to(run.mesh.device) for step in range(VALIDATION_STEPS) for micro in data.step(step)]
-        loss = sum((objective(run.model, m) for m in micros), torch.zeros((), device=run.mesh.device))
-        count = torch.tensor(float(sum(objective.count(m) for m in micros)), device=run.mesh.device)
-        return {"val_loss": float(run.mesh.sum(loss) / run.mesh.sum(count))}
+        micros = (micro for step in range(VALIDATION_STEPS) for micro in data.step(step))
+        return {"val_loss": mean_loss(run.model, micros, CrossEntropy(), run.mesh)}
 
     return evaluate
+
+
+@torch.no_grad()
+def mean_loss(model: nn.Module, micros: Iterable[Micro], objective: Objective, mesh: Mesh) -> float:
+    """The objective over the micro-batches of all ranks, by its count. Leaves the model in eval mode."""
+    model.eval()
+    loss, count = torch.zeros((), device=mesh.device), 0.0
+    for micro in micros:
+        loss, count = loss + objective(model, micro.to(mesh.device)), count + objective.count(micro)
+    return float(mesh.sum(loss) / mesh.sum(torch.tensor(count, device=mesh.device)))
 
 
 def few_documents(corpus: Corpus, context: int) -> str:

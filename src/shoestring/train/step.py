@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,12 +32,20 @@ class Micro:
 
     index_BT is each target's position in the corpus, by which arrays per token (a teacher's top-k, a reference loss)
     are joined. num_counted is computed before the rows move to a device, so that it needs no synchronisation.
+
+    Rows may hold several samples. bounds_S are then the places in the B * T tokens where samples begin, and the end;
+    none is longer than `longest`. Rows of pairs_P2 are two samples of which the first is preferred. weights_BT: what
+    each target's loss counts.
     """
 
     tokens_BT: Tensor
     targets_BT: Tensor
     index_BT: Tensor
     num_counted: int = -1
+    bounds_S: Tensor | None = None
+    pairs_P2: Tensor | None = None
+    weights_BT: Tensor | None = None
+    longest: int = 0
 
     def __post_init__(self) -> None:
         if self.num_counted < 0:
@@ -45,9 +53,9 @@ class Micro:
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Micro:
         """Apply `change` to every tensor; the count stays."""
-        return replace(
-            self, tokens_BT=change(self.tokens_BT), targets_BT=change(self.targets_BT), index_BT=change(self.index_BT)
-        )
+        held = {f.name: getattr(self, f.name) for f in fields(self)}
+        changed: dict[str, Any] = {name: change(t) for name, t in held.items() if isinstance(t, Tensor)}
+        return replace(self, **changed)
 
     def to(self, device: torch.device) -> Micro:
         if device.type == "cpu":
@@ -64,6 +72,8 @@ class Run:
     mesh: Mesh
     log: RunLog
     step: int = 0
+    trained_only: bool = False  # checkpoints hold what gets gradients; the rest is read again from where it came from
+    ended: bool = False  # set by a hook or an evaluation: no step follows
 
 
 class Stateful(Protocol):

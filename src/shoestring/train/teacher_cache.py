@@ -132,6 +132,7 @@ def build_scalar_cache(
     *,
     num_targets: int,
     identity: dict[str, Any] | None = None,
+    mesh: Mesh | None = None,
 ) -> ScalarCache:
     """The same with one number per target: score(micro) gives [B, T], of which the counted ones are kept."""
 
@@ -142,7 +143,7 @@ def build_scalar_cache(
         return {"value": value_BT.cpu().float()[micro.targets_BT.cpu() != IGNORED]}
 
     settings = {"kind": "scalar", "identity": identity or {}}
-    _build(Path(folder), {"value": ("<f4", 0)}, settings, batches, compute, num_targets, None, None)
+    _build(Path(folder), {"value": ("<f4", 0)}, settings, batches, compute, num_targets, mesh, None)
     return ScalarCache.open(folder)
 
 

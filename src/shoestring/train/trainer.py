@@ -141,7 +141,7 @@ def _train(
     forward_backward.begin(run)
     with _stop_on_interrupt() as interrupted, run.log.progress(steps, "train") as bar:
         bar.advance(run.step)
-        while run.step < steps:
+        while run.step < steps and not run.ended:
             micros = [m.to(run.mesh.device) for m in data.step(skipped.data_step(run.step))]
             count = _global_count(run.mesh, objective, micros)
             reducer.expect(len(micros))

@@ -42,7 +42,9 @@ run_folder = folder / "run"
 def make(mesh: Any, perturb: bool) -> tuple[Any, dict[str, Any], list[str]]:
     model, optimizer = build(mesh, perturb)
     said: list[str] = []
-    run = SimpleNamespace(step=0, model=model, optimizer=optimizer, mesh=mesh, log=SimpleNamespace(say=said.append))
+    run = SimpleNamespace(
+        trained_only=False, step=0, model=model, optimizer=optimizer, mesh=mesh, log=SimpleNamespace(say=said.append)
+    )
     return run, {"part": Part(mesh, fresh=perturb)}, said
 
 

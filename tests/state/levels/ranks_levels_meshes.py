@@ -37,7 +37,7 @@ def life(dp: int, tp: int, number: int) -> None:
     model, optimizer = build(mesh, perturb=not first)
     said: list[str] = []
     run: Any = SimpleNamespace(
-        step=0, model=model, optimizer=optimizer, mesh=mesh, log=SimpleNamespace(say=said.append)
+        trained_only=False, step=0, model=model, optimizer=optimizer, mesh=mesh, log=SimpleNamespace(say=said.append)
     )
     parts = {"part": Part(mesh, fresh=not first)}
     parts["part"].residual = torch.zeros(2)  # of one size at every coordinate

@@ -40,7 +40,9 @@ def make_run(width: int = 33, log: RunLog | None = None) -> tuple[Any, dict[str,
     model = nn.Sequential(nn.Linear(width, 20), nn.BatchNorm1d(20), nn.Linear(20, 3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     mesh = Mesh(0, 1, torch.device("cpu"))
-    run = SimpleNamespace(step=0, model=model, optimizer=optimizer, mesh=mesh, log=log or RunLog(None, quiet=True))
+    run = SimpleNamespace(
+        trained_only=False, step=0, model=model, optimizer=optimizer, mesh=mesh, log=log or RunLog(None, quiet=True)
+    )
     return run, {"counter": Counter()}
 
 

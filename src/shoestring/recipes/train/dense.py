@@ -100,13 +100,13 @@ def main(cfg: Config) -> Path:
     return pretrain(cfg, "train/dense")
 
 
-def open_checkpointer(cfg: Config, folder: Path) -> Checkpointer:
-    options: dict[str, Any] = {"seed": cfg.seed, "resume_from": cfg.resume_from}
+def open_checkpointer(cfg: CheckpointConfig, training: TrainSettings, folder: Path) -> Checkpointer:
+    options: dict[str, Any] = {"seed": training.seed, "resume_from": training.resume_from}
     if cfg.checkpoint == "auto":
-        return Checkpointer(folder / "checkpoints", cfg, last=cfg.steps, **options)
+        return Checkpointer(folder / "checkpoints", cfg, last=training.steps, **options)
     keep = Keep(cfg.keep_last, cfg.keep_every, cfg.keep_best)
-    last = cfg.steps if cfg.save_every else None
-    return Checkpointer(folder / "checkpoints", every=cfg.save_every, keep=keep, last=last, **options)
+    last = training.steps if training.save_every else None
+    return Checkpointer(folder / "checkpoints", every=training.save_every, keep=keep, last=last, **options)
 
 
 def pretrain(
@@ -158,7 +158,7 @@ def pretrain(
         log.say(f"{params:.1f}M parameters, {tokens:.2f}M training tokens, run in {folder}")
         if cfg.eval_every and held_out is None:
             log.say(f"no validation: {pretraining.few_documents(corpus, cfg.context)}")
-        checkpointer = open_checkpointer(cfg, folder)
+        checkpointer = open_checkpointer(cfg, cfg, folder)
         if cfg.resume is not None and checkpointer.newest() is None:
             log.say(f"{folder} has no checkpoint that can be used: starting at step 0")
         made: dict[str, Any] = {"lr": cfg.lr, "weight_decay": cfg.weight_decay, "optimizer": cfg.optimizer}
