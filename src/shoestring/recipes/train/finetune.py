@@ -71,14 +71,14 @@ RECIPE = "train/finetune"
 @dataclass(frozen=True)
 class Config(OptimSettings, RanksSettings, TrainSettings, CheckpointConfig, ReducerConfig, SourceSettings):
     data: str = option("", "a .jsonl, .json or .parquet file, a folder or a glob of them; required without resume=")
-    eval_data: str | None = option(None, "samples to measure on, instead of a part of data")
+    eval_data: str | None = option(None, "samples to measure on, instead of a part of data", advanced=True)
     held_out: float = option(0.05, "part of data that is measured on and not learned", least=0)
     objective: Literal["sft", "dpo"] = option("sft", "sft: answers; dpo: pairs of chosen and rejected answers")
     train_on: Literal["assistant", "last", "all"] = option(
         "assistant", "what is learned: the assistant's turns, the last of them, or every token"
     )
     adapter: str = option("lora:r16", "lora:r16 or dora:r16, beside frozen weights; none trains all weights")
-    alpha: float = option(32.0, "the branch is scaled by alpha / rank")
+    alpha: float = option(32.0, "the branch is scaled by alpha / rank", advanced=True)
     target: str = option(",".join(TARGETS), "which linear layers get an adapter: globs with commas")
     adapter_from: str | None = option(None, "an adapter in PEFT's layout to go on from")
     format: str | None = option(None, "packs a dense model first: int2 int3 int4 int8 nf2 nf3 nf4 ..., with :g64")
@@ -96,7 +96,9 @@ class Config(OptimSettings, RanksSettings, TrainSettings, CheckpointConfig, Redu
     warmup: int = option(10)
     eval_every: int = option(50)
     save_every: int = option(50)
-    patience: int = option(3, "evaluations without a better loss after which the run ends; 0 is off", least=0)
+    patience: int = option(
+        3, "evaluations without a better loss after which the run ends; 0 is off", least=0, advanced=True
+    )
 
     @property
     def adapter_config(self) -> AdapterConfig | None:
@@ -148,7 +150,7 @@ def main(cfg: Config) -> Path:
                 objective[0],
                 steps=steps,
                 schedule=SCHEDULES[cfg.schedule](cfg.peak_lr, warmup=min(cfg.warmup, steps // 10), steps=steps),
-                hooks=[BaseDigest(cfg.model)] if run.trained_only else [],
+                hooks=[SourceDigest(cfg.model)] if run.trained_only else [],
                 reducer=build_reducer(cfg, model, mesh, clip=cfg.clip, seed=cfg.seed, say=log.say, folder=folder),
                 clip=cfg.clip,
                 checkpointer=open_checkpointer(kept, kept, folder),
@@ -271,7 +273,7 @@ def base_stamps(model: str) -> dict[str, str]:
     return {path.name: file_stamp(path) for path in weight_files(model)}
 
 
-class BaseDigest(Hook):
+class SourceDigest(Hook):
     """Checkpoints of an adapter name the weights it belongs to."""
 
     def __init__(self, model: str) -> None:
