@@ -187,13 +187,14 @@ def _by_name(bodies: dict[str, Any]) -> list[list[str]]:
 
 
 def _routes() -> list[list[str]]:
-    from shoestring.serve.http.middleware import OPEN_PATHS
+    from shoestring.serve.http.middleware import ADMIN_PATHS, OPEN_PATHS
 
     rows = []
     for route in _server_app().routes:
         path = route.path.replace(":path}", "}")
         is_open = path in OPEN_PATHS or path.startswith("/web/")
-        rows.append([sorted(route.methods)[0], f"`{path}`", "" if is_open else "key", inspect.getdoc(route.endpoint)])
+        key = "admin key" if path in ADMIN_PATHS else "" if is_open else "key"
+        rows.append([sorted(route.methods)[0], f"`{path}`", key, inspect.getdoc(route.endpoint)])
     return rows
 
 
@@ -213,7 +214,8 @@ def _server_app() -> Any:
     engine = Engine(Decoder(spec), tokenizer, max_requests=1)
     thread = EngineThread(engine, Metrics("page"), max_running=1)
     client = EngineClient(thread.facts(max_queue=1), thread, tokenizer, thread.latest)
-    return Api(client, tokenizer, Grammars(tokenizer, engine.vocab_size, ()), ApiSettings("page")).routes()
+    settings = ApiSettings("page", admin_key="key")
+    return Api(client, tokenizer, Grammars(tokenizer, engine.vocab_size, ()), settings).routes()
 
 
 def _fields(body: Any) -> dict[str, Any]:

@@ -48,6 +48,17 @@ class ServeSettings:
     pooling: str = option(
         "auto", "Pooling of embeddings: mean, last or cls (encoders only); auto reads the folder, else mean."
     )
+    adapters: tuple[str, ...] = option(
+        (),
+        "An adapter (a folder in PEFT's layout) that requests choose by this name as their model; may be repeated.",
+        metavar="NAME=DIR",
+    )
+    admin_key: str | None = option(
+        None,
+        "A key for POST /v1/load_lora_adapter and /v1/unload_lora_adapter; without it these paths do not exist.",
+        envvar="SHOESTRING_ADMIN_KEY",
+    )
+    adapter_folder: Path | None = option(None, "With --admin-key: adapters are loaded from below this folder only.")
     metrics_prefix: str = option("shoestring", "Prefix of the metrics' names.")
     follow: str | None = option(
         None, "Take new weights from the training run that publishes them there.", metavar="HOST:PORT"

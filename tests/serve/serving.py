@@ -23,7 +23,7 @@ def running(template: str | None = None, *, freezes: bool = False, **options: ob
     `freezes`: whether it looks for garbage before it serves. In a process of tests this takes longer than all the rest.
     """
     from shoestring.serve.http import server
-    from shoestring.serve.http.server import ServeOptions, Service, listen
+    from shoestring.serve.http.server import ServeOptions, Service, _read_adapters, listen
     from shoestring.serve.speculative.drafter_stack import open_drafter
 
     tokenizer = chat_tokenizer()
@@ -32,7 +32,8 @@ def running(template: str | None = None, *, freezes: bool = False, **options: ob
     listener = listen("127.0.0.1", 0)
     made = ServeOptions(**options)  # type: ignore[arg-type]
     drafter = None if made.drafter is None else open_drafter(made.drafter, model)
-    service = Service(model, tokenizer, made, listener, "tiny", drafter)
+    adapters = _read_adapters(made, model, "tiny")
+    service = Service(model, tokenizer, made, listener, "tiny", drafter, adapters=adapters)
     frozen = server.objects_frozen if freezes else contextlib.nullcontext
     with mock.patch.object(server, "objects_frozen", frozen):
         thread = threading.Thread(target=service.run, daemon=True)

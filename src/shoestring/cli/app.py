@@ -24,7 +24,7 @@ import typer
 from shoestring import __version__
 from shoestring.cli.ckpt import ckpt_app
 from shoestring.cli.names import check_settings
-from shoestring.cli.options import DeviceOption, ModelArgument, PlaceOptions, from_fields
+from shoestring.cli.options import AdapterOption, DeviceOption, ModelArgument, PlaceOptions, from_fields
 from shoestring.cli.reshard import reshard_app
 from shoestring.cli.terminal import (
     OutputReaders,
@@ -208,10 +208,11 @@ def evaluate(
     tasks: Annotated[list[Path] | None, typer.Option(help="A .jsonl task (choice or cloze); may be repeated.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Items per task at most.")] = None,
     speed: Annotated[bool, typer.Option("--speed", help="Measure prefill and decode tokens per second.")] = False,
+    adapter: AdapterOption = None,
     place: PlaceOptions,
 ) -> None:
     """Perplexity, task accuracy and speed; results of a run are kept in its evals.jsonl."""
-    place.check_names(model)
+    place.check_names(model, adapter=adapter)
     for name, given in (("--text", text), ("--data", data)):
         if given == "":  # as a path, that would be the folder in which the command runs
             raise UserError(f"{name} is empty; give what to evaluate on, or leave {name} out")
@@ -230,7 +231,7 @@ def evaluate(
         )
     for task in tasks or []:
         read_task(task, limit=limit)  # what is wrong with a file is said before the long work
-    loaded = place.load(model)
+    loaded = place.load(model, adapter=adapter)
     asked = {"--context": context, "--stride": stride, "--max-tokens": max_tokens}
     context = usual_context(loaded.spec, context)
     tokens, name = text_tokens(loaded, model, text=text, data=data)
@@ -245,7 +246,7 @@ def evaluate(
     rows += [measure_task(loaded, model, task, limit) for task in tasks or []]
     eval_table(rows).print()  # first: where the run's folder cannot be written to, the work was not for nothing
     try:
-        for row in rows if is_run(Path(model)) else ():
+        for row in rows if is_run(Path(model)) and adapter is None else ():
             keep_evaluation(Path(model), row)
     except OSError as error:
         if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):  # a full disk is the user's to mend
@@ -326,6 +327,7 @@ def export(
         typer.Option("--certify", help="Load the result in transformers or llama.cpp, compare, write a certificate."),
     ] = False,
     text: Annotated[Path | None, typer.Option(help="With --certify: a text file to compare on.")] = None,
+    adapter: AdapterOption = None,
 ) -> None:
     """Write a model that others load: dense weights, integers for vLLM and transformers, or GGUF for llama.cpp."""
     find_model(model)
@@ -346,7 +348,7 @@ def export(
     if certify:
         certificate.check_target(pick_layout(out, layout))
     wanted = None if dtype == "auto" else pick_dtype(dtype, "cpu")
-    exported = export_model(model, out, layout, wanted, kind)
+    exported = export_model(model, out, layout, wanted, kind, adapter)
     if exported.tensors:
         written_table(exported.tensors).print()
     print(f"wrote {out} ({megabytes_on_disk(out):.1f} MB); {exported.reader}")

@@ -13,12 +13,14 @@ import inspect
 import typing
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from shoestring.config import about_option, option
 from shoestring.device import check_device, check_dtype
+from shoestring.errors import UserError
 from shoestring.paths import drafter_names, find_model
 
 if TYPE_CHECKING:
@@ -31,6 +33,9 @@ ModelArgument = Annotated[
     typer.Argument(
         help="A Hugging Face folder, a run folder, a .gguf file, or an id on the Hugging Face hub (org/name)."
     ),
+]
+AdapterOption = Annotated[
+    Path | None, typer.Option("--adapter", help="An adapter of the model: a folder in PEFT's layout.")
 ]
 StatsOption = Annotated[bool, typer.Option("--stats", help="Print tokens and tokens per second at the end.")]
 _DEVICE = "auto, cpu, cuda or cuda:N; auto takes the GPU if there is one."
@@ -88,14 +93,16 @@ class PlaceOptions:
         "different results.",
     )
 
-    def check_names(self, model: str, drafter: str | None = None) -> None:
+    def check_names(self, model: str, drafter: str | None = None, adapter: Path | None = None) -> None:
         """Before anything heavy is imported."""
         find_model(model)
+        if adapter is not None and not adapter.is_dir():
+            raise UserError(f"--adapter {adapter} is no folder; give the folder of an adapter, in PEFT's layout")
         drafter_names(drafter)
         check_device(self.device)
         check_dtype(self.dtype)
 
-    def load(self, path: str, ranks: Ranks | None = None) -> LoadedModel:
+    def load(self, path: str, ranks: Ranks | None = None, adapter: Path | None = None) -> LoadedModel:
         from shoestring.device import pick_device, pick_dtype
         from shoestring.evals.model_row import ready
         from shoestring.model import load_model
@@ -108,6 +115,11 @@ class PlaceOptions:
 
             begin_compiling()
         loaded = load_model(path, device=start, dtype=pick_dtype(self.dtype, place), packed=self.int8_activations)
+        if adapter is not None:
+            from shoestring.formats.adapter import attach_adapters
+            from shoestring.model.adapter_folder import read_adapter
+
+            attach_adapters(loaded.model, read_adapter(adapter, loaded.model).weights)
         if ranks is not None:
             ranks.share(loaded.model)
         if self.int8_activations:

@@ -152,7 +152,33 @@ def watch_compilations(engine: Engine) -> CompileLine:
     return line
 
 
-def stream_text(engine: Engine, tokens: list[int], sampling: SamplingWithRules, stats: bool, *, echo: str = "") -> str:
+def adopt_adapter(engine: Engine) -> str | None:
+    """Have the engine serve the adapter that its model was loaded with, so that steps stay graphs; its name there.
+    None: there is none, or the model's own layers compute it."""
+    from shoestring.formats.adapter import adapter_weights, attach_adapters, remove_adapters
+    from shoestring.model.adapter_folder import AdapterFile
+
+    if engine.model.device.type == "cpu" or engine.model.embed.group is not None:
+        return None
+    if not (weights := adapter_weights(engine.model)):
+        return None
+    remove_adapters(engine.model)
+    try:
+        return engine.adapters.load("adapter", AdapterFile(weights, "")).name
+    except UserError:  # DoRA, say
+        attach_adapters(engine.model, weights)
+        return None
+
+
+def stream_text(
+    engine: Engine,
+    tokens: list[int],
+    sampling: SamplingWithRules,
+    stats: bool,
+    *,
+    echo: str = "",
+    adapter: str | None = None,
+) -> str:
     """Print a completion as it comes, behind `echo` once the engine has taken the prompt; returns it."""
     import time
 
@@ -163,7 +189,7 @@ def stream_text(engine: Engine, tokens: list[int], sampling: SamplingWithRules, 
     compiling = watch_compilations(engine)
     began, first = time.perf_counter(), 0.0
     before = replace(engine.stats)  # an engine counts on from one answer of a chat to the next
-    for piece in engine.stream(tokens, sampling):
+    for piece in engine.stream(tokens, sampling, adapter):
         first = first or time.perf_counter() - began
         compiling.clear()
         print("" if pieces else echo, piece, sep="", end="", flush=True)

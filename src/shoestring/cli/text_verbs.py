@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shoestring.cli.options import (
+    AdapterOption,
     ChatSamplingOptions,
     DraftOptions,
     ModelArgument,
@@ -16,6 +17,7 @@ from shoestring.cli.options import (
     from_fields,
 )
 from shoestring.cli.terminal import (
+    adopt_adapter,
     chat_prompt,
     ended_by_ctrl_c,
     find_skips,
@@ -39,12 +41,13 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="The text to continue; - reads it from standard input.")],
     *,
     sampling: SamplingOptions,
+    adapter: AdapterOption = None,
     draft: DraftOptions,
     stats: StatsOption = False,
     place: PlaceOptions,
 ) -> None:
     """Continue a text and stream it to the terminal. Under torchrun the model is split over the processes."""
-    place.check_names(model, draft.drafter)
+    place.check_names(model, draft.drafter, adapter)
     with ended_by_ctrl_c():
         from shoestring.evals.model_row import need_tokenizer
 
@@ -57,9 +60,9 @@ def generate(
         limit = loaded.spec.max_positions
         context = limit if len(tokens) >= limit else min(limit, len(tokens) + sampling.max_tokens)
         engine = open_engine(loaded, context, draft.drafter, draft.skip, ranks)
-        stream_text(engine, tokens, asked, stats, echo=text)
+        stream_text(engine, tokens, asked, stats, echo=text, adapter=adopt_adapter(engine))
 
-    lead(write, lambda ranks: place.load(model, ranks), place.device)
+    lead(write, lambda ranks: place.load(model, ranks, adapter), place.device)
 
 
 @from_fields
@@ -71,12 +74,13 @@ def chat(
     context: Annotated[
         int, typer.Option(help="Tokens of chat to remember; the oldest messages are dropped first.")
     ] = 4096,
+    adapter: AdapterOption = None,
     draft: DraftOptions,
     stats: StatsOption = False,
     place: PlaceOptions,
 ) -> None:
     """Talk to a chat model, with its own chat template. Reads one message per line, from a pipe too."""
-    place.check_names(model, draft.drafter)
+    place.check_names(model, draft.drafter, adapter)
     with ended_by_ctrl_c():
         from shoestring.evals.model_row import need_tokenizer
         from shoestring.model.chat import fault
@@ -93,14 +97,15 @@ def chat(
             raise UserError(f"the chat template of {model} is broken, {broken}")
         room = min(context, loaded.spec.max_positions)
         engine = open_engine(loaded, room, draft.drafter, draft.skip, ranks)
+        adopted = adopt_adapter(engine)
         messages = [{"role": "system", "content": system}] if system else []
         for line in user_lines():
             messages.append({"role": "user", "content": line})
             if tokens := chat_prompt(messages, tokenizer.encode_chat, room, sampling.max_tokens):
-                text = stream_text(engine, tokens, asked, stats)
+                text = stream_text(engine, tokens, asked, stats, adapter=adopted)
                 messages.append({"role": "assistant", "content": text})
 
-    lead(talk, lambda ranks: place.load(model, ranks), place.device)
+    lead(talk, lambda ranks: place.load(model, ranks, adapter), place.device)
 
 
 @ended_by_ctrl_c()

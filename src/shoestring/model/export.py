@@ -15,6 +15,7 @@ import torch
 
 from shoestring.errors import UserError
 from shoestring.formats import IntAsym, formats_of, unpack
+from shoestring.model.adapter_folder import merge_adapter_, read_adapter
 from shoestring.model.compressed_tensors import save_compressed_tensors
 from shoestring.model.export_names import AUTO, FP8, GGUF, READERS, check_options, pick_layout
 from shoestring.model.folder import LoadedModel, load_model, read_spec, weight_files
@@ -58,13 +59,22 @@ def _note(layout: str, loaded: LoadedModel, tensors: Sequence[WrittenTensor]) ->
 
 
 def export_model(
-    source: str | Path, out: Path, layout: str | None = None, dtype: torch.dtype | None = None, kind: str = AUTO
+    source: str | Path,
+    out: Path,
+    layout: str | None = None,
+    dtype: torch.dtype | None = None,
+    kind: str = AUTO,
+    adapter: Path | None = None,
 ) -> Exported:
-    """Write `source` to `out`. `dtype`: of weights that are not packed; `kind`: of the matrices of a GGUF file."""
+    """Write `source` to `out`. `dtype`: of weights that are not packed; `kind`: of the matrices of a GGUF file;
+    `adapter`: to be merged, into packed layers by quantizing them again unless the layout is dense."""
     layout = pick_layout(out, layout)
     kind = check_options(layout, dtype is not None, kind)  # before gigabytes are read
     check_room(expand(out), _least_bytes(source, layout, dtype or torch.bfloat16, kind))
     loaded = load_as_written(source, layout)
+    if adapter is not None:
+        weights = read_adapter(adapter, loaded.model).weights
+        merge_adapter_(loaded.model, weights, requantize=not weights.keys().isdisjoint(formats_of(loaded.model)))
     model, tokenizer, tensors = loaded.model, loaded.tokenizer, list[WrittenTensor]()
     if layout == GGUF:
         tensors = save_gguf(out, model, tokenizer, kind=kind)

@@ -30,6 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shoestring.formats.adapter import Adapter
 from shoestring.formats.int8_activations import Int8Host, format_of
 from shoestring.kernels.lowbit import tiled_linear
 from shoestring.kernels.lowbit.tiled_linear import ROWS, CMatrix, compiled, pointer, usable
@@ -94,7 +95,7 @@ def _rounds_inputs(model: nn.Module) -> bool:
                 return False
             if len({format_of(x).group for x in layers}) > 1:  # their input is rounded once
                 return False
-    return not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    return not any(m._forward_hooks or m._forward_pre_hooks or isinstance(m, Adapter) for m in model.modules())
 
 
 def _different_eps(plan: DecoderPlan) -> str | None:

@@ -27,12 +27,15 @@ from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shoestring import __version__
+from shoestring.errors import UserError
+from shoestring.json_files import check_path
 from shoestring.model.tokenizer import Tokenizer
 from shoestring.serve.engine.embedding import Pooling
 from shoestring.serve.engine.logit_rules import SamplingWithRules
@@ -41,14 +44,17 @@ from shoestring.serve.http.engine_client import EngineClient, OutputCollector
 from shoestring.serve.http.engine_messages import ChoiceDelta, EmbeddingJob, PendingChoice, deadline_error
 from shoestring.serve.http.grammar import GrammarCache
 from shoestring.serve.http.middleware import (
+    ADMIN_PATHS,
     CLIENT_LEFT,
     OPEN_PATHS,
     Handler,
     RequestMiddleware,
     RequestNote,
     error_response,
+    has_key,
     http_error_response,
     internal_error_response,
+    no_such_path,
     note_of,
 )
 from shoestring.serve.http.request_parsing import (
@@ -68,7 +74,9 @@ from shoestring.serve.http.request_schema import (
     CompletionBody,
     DetokenizeBody,
     EmbeddingBody,
+    LoadAdapterBody,
     TokenizeBody,
+    UnloadAdapterBody,
     read_json,
     validated,
     without_effect,
@@ -115,6 +123,8 @@ class ApiSettings:
     max_wait_s: float = 30.0  # for a worker thread
     tool_format: str = "auto"  # how the model writes tool calls; auto: what its chat template says
     pooling: Pooling = "mean"  # of embeddings
+    admin_key: str | None = None
+    adapter_folder: Path | None = None  # from below which adapters are loaded
 
 
 class Api:
@@ -151,6 +161,7 @@ class Api:
 
     @property
     def _post_routes(self) -> dict[str, Handler]:
+        admin = self.load_adapter, self.unload_adapter
         return {
             "/v1/completions": self.completions,
             "/v1/chat/completions": self.chat_completions,
@@ -158,6 +169,7 @@ class Api:
             "/v1/embeddings": self.embeddings,
             "/tokenize": self.tokenize,
             "/detokenize": self.detokenize,
+            **({} if self.settings.admin_key is None else dict(zip(ADMIN_PATHS, admin, strict=True))),
         }
 
     def routes(self) -> FastAPI:
@@ -191,19 +203,20 @@ class Api:
         self._check_writes()
         async with _Body(self, request) as content:
             body = await self._read(request, len(content), lambda: CompletionBody.parse(read_json(content)))
-            self._check_model(body.model)
+            adapter = self._check_model(body.model)
             parsed = await self._read(
                 request, len(content), lambda: parse_completion(body, self.tokenizer, self.limits)
             )
-        return await self._respond(request, parsed)
+        return await self._respond(request, parsed, adapter)
 
     async def chat_completions(self, request: Request) -> ASGIApp:
         """Answer a chat; the model needs a chat template."""
         self._check_writes()
         async with _Body(self, request) as content:
             body = await self._read(request, len(content), lambda: ChatBody.parse(read_json(content)))
+            adapter = self._check_model(body.model)
             parsed = await self._parse_chat(request, len(content), body)
-        return await self._respond(request, parsed)
+        return await self._respond(request, parsed, adapter)
 
     async def responses(self, request: Request) -> ASGIApp:
         """Answer a chat in the form of OpenAI's Responses API; nothing is stored."""
@@ -215,11 +228,11 @@ class Api:
 
         async with _Body(self, request) as content:
             body, chat = await self._read(request, len(content), read)
+            adapter = self._check_model(chat.model)
             parsed = await self._parse_chat(request, len(content), chat)
-        return await self._respond(request, parsed, body)
+        return await self._respond(request, parsed, adapter, body)
 
     async def _parse_chat(self, request: Request, size: int, body: ChatBody) -> ParsedRequest:
-        self._check_model(body.model)
         tools = tools_of(body, self.tokenizer, self.tool_format)
         source = grammar_of(body, tools, self.tokenizer)
         return await self._work(
@@ -233,7 +246,8 @@ class Api:
         """Vectors of texts."""
         async with _Body(self, request) as content:
             body = await self._work(request, len(content), lambda: validated(EmbeddingBody, read_json(content)))
-            self._check_model(body.model)
+            if self._check_model(body.model) is not None:
+                raise ApiError(400, "embeddings are computed without adapters; give the model's name", param="model")
             asked = (self.tokenizer, self.limits, self.settings.pooling, self.engine.facts.d_model)
             parsed = await self._work(request, len(content), lambda: parse_embedding(body, *asked))
         collector, note = OutputCollector(), note_of(request)
@@ -262,10 +276,12 @@ class Api:
         headers = without_effect(["user"] * (body.user is not None))
         return Response(answer, media_type="application/json", headers=headers)
 
-    async def _respond(self, request: Request, parsed: ParsedRequest, body: ResponsesBody | None = None) -> ASGIApp:
+    async def _respond(
+        self, request: Request, parsed: ParsedRequest, adapter: str | None, body: ResponsesBody | None = None
+    ) -> ASGIApp:
         """`body`: the answer is a response object, not a completion."""
         collected = CompletionResponse(
-            self.settings.model_name,
+            adapter or self.settings.model_name,
             self.tokenizer,
             parsed.prompts,
             parsed.echo,
@@ -284,6 +300,7 @@ class Api:
         choices = [
             PendingChoice(
                 *(parsed.prompts[i // parsed.n], sampling, deadline, score, parsed.no_new_tokens),
+                adapter=adapter,
                 client=note.client,
                 arrived=note.arrived,
             )
@@ -399,25 +416,50 @@ class Api:
         return JSONResponse({**special, "chat_template": self.tokenizer.chat_template})
 
     async def models(self) -> Response:
-        """The served model, with its context as `max_model_len`."""
-        return JSONResponse({"object": "list", "data": [self._model_card()]})
+        """The served model, with its context as `max_model_len`, and its adapters."""
+        names = (None, *self.engine.snapshot.adapters)
+        return JSONResponse({"object": "list", "data": [self._model_card(name) for name in names]})
 
     async def model(self, name: str) -> Response:
         """The same by its name."""
-        self._check_model(name, exact=True)
-        return JSONResponse(self._model_card())
+        return JSONResponse(self._model_card(self._check_model(name, exact=True)))
 
-    def _model_card(self) -> dict[str, Any]:
+    def _model_card(self, adapter: str | None) -> dict[str, Any]:
         version = self.engine.snapshot.version
         weights = {} if version is None else {"weights": {"version": str(version), **asdict(version)}}
         return {
-            "id": self.settings.model_name,
+            "id": adapter or self.settings.model_name,
             "object": "model",
             "created": self.created,
             "owned_by": "shoestring",
             "max_model_len": self.limits.max_context,
+            **({} if adapter is None else {"parent": self.settings.model_name}),
             **weights,
         }
+
+    async def load_adapter(self, request: Request) -> Response:
+        """Serve one more adapter, from below the server's adapter folder; needs the admin key."""
+        body = await self._admin_body(request, LoadAdapterBody)
+        if body.lora_name == self.settings.model_name:
+            raise ApiError(400, f"{body.lora_name!r} is the name of the model itself; give another", param="lora_name")
+        assert self.settings.adapter_folder is not None
+        place = place_below(self.settings.adapter_folder, body.lora_path)
+        await asyncio.to_thread(self.engine.port.change_adapter, body.lora_name, str(place))
+        return Response(f"Success: LoRA adapter {body.lora_name!r} added successfully.", media_type="text/plain")
+
+    async def unload_adapter(self, request: Request) -> Response:
+        """Serve an adapter no more; texts that have begun are finished with it. Needs the admin key."""
+        body = await self._admin_body(request, UnloadAdapterBody)
+        await asyncio.to_thread(self.engine.port.change_adapter, body.lora_name, "")
+        return Response(f"Success: LoRA adapter {body.lora_name!r} removed successfully.", media_type="text/plain")
+
+    async def _admin_body(self, request: Request, kind: type[BaseModel]) -> Any:
+        """As if the path did not exist for those without the key."""
+        given = note_of(request).headers.get(b"authorization", b"")
+        if not has_key(given, [(self.settings.admin_key or "").encode()]):
+            raise ApiError(404, no_such_path(request.url.path))
+        async with _Body(self, request) as content:
+            return await self._work(request, len(content), lambda: validated(kind, read_json(content)))
 
     async def health(self) -> Response:
         """200 while requests are answered; 503 while draining, or when the engine has died, is stuck or stopped."""
@@ -505,16 +547,22 @@ class Api:
         if not self.engine.facts.writes:
             raise ApiError(400, "this model is an encoder: it computes embeddings (/v1/embeddings) and writes no text")
 
-    def _check_model(self, name: str | None, exact: bool = False) -> None:
-        """Without keys the server is its user's own, and any name means the one model: clients insist on theirs."""
-        served = self.settings.model_name
-        if name is not None and name != served and (exact or self.settings.api_keys):
+    def _check_model(self, name: str | None, exact: bool = False) -> str | None:
+        """The adapter of this name; None: the model itself. Without keys and adapters the server is its user's own, and
+        any name means the one model: clients insist on theirs."""
+        served, adapters = self.settings.model_name, self.engine.snapshot.adapters
+        if name is None or name == served:
+            return None
+        strict = exact or self.settings.api_keys or adapters or self.settings.admin_key is not None
+        if strict and name not in adapters:
+            known = ", ".join(map(repr, [served, *adapters][:20]))
             raise ApiError(
                 404,
-                f"there is no model {name[:100]!r} here; this server has {served!r}",
+                f"there is no model {name[:100]!r} here; this server has {known}",
                 param="model",
                 code="model_not_found",
             )
+        return name if name in adapters else None
 
 
 class _Body:
@@ -640,6 +688,22 @@ class _Watch:
             self._collector.remind()
         self.silent = True
         self._set_timer()
+
+
+def place_below(folder: Path, given: str) -> Path:
+    """The folder of an adapter, with all links followed; a 400 for what does not lie below `folder`."""
+    root = folder.resolve()
+    try:
+        check_path(given)
+        place = (root / given).resolve()
+        inside = [place, *(path.resolve() for path in place.iterdir())] if place.is_dir() else []
+    except (OSError, RuntimeError, UserError):
+        inside = []
+    if not inside or not all(path.is_relative_to(root) for path in inside) or place == root:
+        raise ApiError(
+            400, f"lora_path {given[:100]!r} is no folder below this server's --adapter-folder", param="lora_path"
+        )
+    return place
 
 
 def _file(name: str, headers: dict[str, str]) -> Response:

@@ -151,6 +151,10 @@ class EnginePort(Protocol):
     def metrics_text(self) -> bytes:
         """The metrics for Prometheus; takes some milliseconds."""
 
+    def change_adapter(self, name: str, place: str) -> bytes:
+        """Load the adapter in this folder, or unload it where there is none; waits until that is done. ApiError where
+        it cannot be."""
+
 
 class Reader(NamedTuple):
     """Who reads an open text."""

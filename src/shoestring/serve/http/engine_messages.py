@@ -73,6 +73,7 @@ class PendingChoice:
     score_prompt: int | None = None  # log-probabilities of the prompt, with this many alternatives
     no_new_tokens: bool = False  # a Sampling cannot say max_tokens=0
     embedding: EmbeddingJob | None = None  # instead of a text
+    adapter: str | None = None
     client: str = ""  # with whom it shares its part of the engine
     # When its body had been read, when it was first scheduled, when its first and its latest tokens were handed out.
     arrived: float = field(default_factory=time.monotonic)
@@ -117,6 +118,7 @@ class EngineSnapshot:
     seconds_per_choice: float = 1.0  # moving average
     drafts: bool = False  # there is a drafter
     version: WeightsVersion | None = None  # of the weights, where they came from a training run
+    adapters: tuple[str, ...] = ()  # their names
 
 
 @dataclass
@@ -174,6 +176,7 @@ CODEC = Codec(
         "rejected": (),
         "metrics": (int,),
         "compile": (int, GrammarSource),
+        "adapter": (int, str, str),
     },
     instead={Grammar: GrammarSource, TokenHistory: None},  # the engine's process has the grammars
     own={ApiError: (("status", "message", "param", "code", "headers"), _error)},

@@ -26,6 +26,8 @@ from typing import Literal
 import torch
 
 from shoestring.errors import UserError, lost_peer
+from shoestring.model.adapter_folder import AdapterFile, read_adapter
+from shoestring.serve.engine.adapters import UnknownAdapter
 from shoestring.serve.engine.embedding import embedding_batches
 from shoestring.serve.engine.encoder import EncoderEngine
 from shoestring.serve.engine.engine import Engine, Output, Request, UpdateRefused
@@ -64,6 +66,16 @@ class WeightUpdate:
     stall_s: float = 0.0
 
 
+@dataclass(eq=False)
+class AdapterChange:
+    """An adapter to load (`file`) or to unload; `done` is set when all who read the reports know."""
+
+    name: str
+    file: AdapterFile | None
+    done: threading.Event = field(default_factory=threading.Event)
+    error: ApiError | None = None
+
+
 class EngineThread:
     seconds_silent = 0.0  # it shares its process with who asks
 
@@ -84,6 +96,7 @@ class EngineThread:
         self.on_update, self._update_wait_s = on_update, update_wait_s
         self._update: WeightUpdate | None = None
         self._updates: queue.SimpleQueue[WeightUpdate] = queue.SimpleQueue()
+        self._changes: queue.SimpleQueue[AdapterChange] = queue.SimpleQueue()
         self._announced: queue.SimpleQueue[int] = queue.SimpleQueue()  # steps that are being pulled
         self.max_running = max_running
         self.on_report: Callable[[Report], None] = lambda report: None
@@ -147,6 +160,25 @@ class EngineThread:
             raise update.error
         return update.stall_s
 
+    def change_adapter(self, name: str, place: str) -> bytes:
+        """Load the adapter in this folder, or unload it where there is none; waits for it."""
+        engine = self.engine
+        try:
+            if isinstance(engine, EncoderEngine) or engine.model.embed.group is not None:
+                raise UserError("adapters are loaded while a decoder is served by one process")
+            change = AdapterChange(name, read_adapter(place, engine.model) if place else None)
+        except UserError as error:
+            raise ApiError(400, str(error)) from None
+        self._changes.put(change)
+        self.post(("update", None))
+        while not change.done.wait(1.0):
+            if not self.alive:
+                raise ApiError(503, "the engine has stopped; the server must be restarted", code="engine_dead")
+        if change.error is not None:
+            raise change.error
+        log.info("adapter %r was %s", name, "loaded" if place else "unloaded")
+        return b""
+
     def give_up(self, reason: ApiError) -> None:
         """End every text, though a step may never end: readers are told at once."""
         self.on_report(Report(snapshot=self.latest, closed=reason))
@@ -176,7 +208,10 @@ class EngineThread:
                 if self.engine.busy:
                     self._hand_out(self.engine.step())
                 self._update_engine()
+                changes = self._change_adapters()
                 self._publish()
+                for change in changes:
+                    change.done.set()
                 self._step_began = None
         except Exception as error:
             reason = str(error) if isinstance(error, UserError) else lost_peer(error)
@@ -219,9 +254,26 @@ class EngineThread:
             self.metrics.note_weights(update.version, update.stall_s)
         update.done.set()
 
+    def _change_adapters(self) -> list[AdapterChange]:
+        """Load and unload what was asked for, between two steps."""
+        done: list[AdapterChange] = []
+        with suppress(queue.Empty):
+            while isinstance(self.engine, Engine):
+                change = self._changes.get_nowait()
+                done.append(change)
+                try:
+                    if change.file is None:
+                        self.engine.adapters.unload(change.name)
+                    else:
+                        self.engine.adapters.load(change.name, change.file)
+                except UserError as error:
+                    change.error = _adapter_error(error)
+        return done
+
     def _read_inbox(self, wait: bool = True) -> bool:
         """Process all messages, waiting for one if the engine is idle; False: the loop must end."""
         updates = self._update is not None or not self._updates.empty()  # a turn takes one; others have no message left
+        updates = updates or not self._changes.empty()
         wait = wait and not (self.engine.busy or self._to_score or self._line or updates)
         while True:
             try:
@@ -284,11 +336,13 @@ class EngineThread:
         try:
             if choice.request is None:
                 asked = choice.prompt, choice.sampling
-                choice.request = self.engine.add(*asked, deadline=choice.deadline, checked=True, wants_text=False)
+                choice.request = self.engine.add(
+                    *asked, adapter=choice.adapter, deadline=choice.deadline, checked=True, wants_text=False
+                )
             else:
                 self.engine.resume(choice.request)
         except UserError as error:
-            self._fail(choice, ApiError(400, str(error)))
+            self._fail(choice, _adapter_error(error))
             return
         self._choices[choice.request.id] = choice
         if choice.started is None:
@@ -317,7 +371,14 @@ class EngineThread:
         step after every part of it, and afterwards as much time as the last part took."""
         assert choice.score_prompt is not None
         self._told.start(choice, self.engine.clock())
-        parts = self.engine.runner.prompt_logprob_parts(choice.prompt, choice.score_prompt, self.engine.chunk)
+        assert isinstance(self.engine, Engine)  # the HTTP side refuses texts of an encoder
+        try:
+            adapter = None if choice.adapter is None else self.engine.adapters.get(choice.adapter)
+        except UnknownAdapter as error:
+            self._fail(choice, _adapter_error(error))
+            return
+        slot, asked = -1 if adapter is None else adapter.slot, (choice.prompt, choice.score_prompt, self.engine.chunk)
+        parts = self.engine.runner.prompt_logprob_parts(*asked, slot)
         num_scored = 0
         while num_scored < len(choice.prompt):
             if num_scored:
@@ -548,6 +609,7 @@ class _Told:
             seconds_per_choice=self._seconds_per_choice,
             drafts=engine.drafter is not None,
             version=engine.version,
+            adapters=tuple(engine.adapters.names) if isinstance(engine, Engine) else (),
         )
 
     def take(self, num_outside: int) -> Report:
@@ -564,6 +626,12 @@ class _Told:
 
 def _named(request: Request) -> tuple[tuple[str, int], ...]:
     return tuple(("as loaded" if version is None else str(version), first) for version, first in request.versions)
+
+
+def _adapter_error(error: UserError) -> ApiError:
+    if isinstance(error, UnknownAdapter):
+        return ApiError(404, str(error), param="model", code="model_not_found")
+    return ApiError(400, str(error))
 
 
 def _engine_error(error: UserError | None) -> ApiError:

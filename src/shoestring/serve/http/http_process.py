@@ -33,6 +33,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -231,7 +232,11 @@ class HttpProcess:
         elif kind == "rejected":
             engine_thread.count_rejected()
         else:  # at most one of each kind at a time: the HTTP side has one thread for each
-            work = engine_thread.metrics_text if kind == "metrics" else lambda: grammars.of(given[1])
+            work: Callable[[], Any] = engine_thread.metrics_text
+            if kind == "compile":
+                work = partial(grammars.of, given[1])
+            elif kind == "adapter":
+                work = partial(engine_thread.change_adapter, *given[1:])
             threading.Thread(target=self._answer, args=(given[0], work), daemon=True).start()
 
     def _add(self, choices: list[PendingChoice], engine_thread: EngineThread, grammars: GrammarCache) -> None:
@@ -356,6 +361,9 @@ class EngineConnection(asyncio.Protocol):
 
     def metrics_text(self) -> bytes:
         return self.ask("metrics")
+
+    def change_adapter(self, name: str, place: str) -> bytes:
+        return self.ask("adapter", name, place)
 
     def ask(self, kind: str, *given: Any) -> bytes:
         """The engine process's answer; from a worker thread, which waits for it."""

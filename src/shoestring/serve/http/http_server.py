@@ -70,6 +70,8 @@ class HttpServer:
             options.body_timeout_s,
             tool_format=options.tool_format,
             pooling=cast(Pooling, "mean" if options.pooling == "auto" else options.pooling),
+            admin_key=options.admin_key,
+            adapter_folder=options.adapter_folder,
         )
         limits = ConnectionLimits(options.header_timeout_s, options.read_timeout_s, options.max_connections)
         self._api = Api(client, tokenizer, grammars, settings)

@@ -30,6 +30,7 @@ from shoestring.serve.http.responses import CompletionResponse
 log = logging.getLogger("shoestring.serve")
 
 OPEN_PATHS = ("/", "/health", "/web/app.js", "/web/markdown.js", "/web/style.css")  # no key needed
+ADMIN_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")  # their handlers ask for a key of their own
 CLIENT_LEFT = 499  # nginx's code; only in the log
 MAX_HOST = 255  # characters of a name that is remembered
 
@@ -127,12 +128,17 @@ class RequestMiddleware:
             _log_line(scope, request_id, status, time.monotonic() - began, note.response)
 
     def _allowed(self, path: str, authorization: bytes) -> bool:
-        if not self._keys or path in OPEN_PATHS:
+        if not self._keys or path in OPEN_PATHS or (path in ADMIN_PATHS and path in self._handlers):
             return True
-        kind, _, key = authorization.partition(b" ")
-        # Every key is compared, in constant time, so that the time tells nothing about them.
-        matches = [secrets.compare_digest(key.strip(), known) for known in self._keys]
-        return kind.lower() == b"bearer" and any(matches)
+        return has_key(authorization, self._keys)
+
+
+def has_key(authorization: bytes, keys: Sequence[bytes]) -> bool:
+    """Whether a header carries one of them."""
+    kind, _, key = authorization.partition(b" ")
+    # Every key is compared, in constant time, so that the time tells nothing about them.
+    matches = [secrets.compare_digest(key.strip(), known) for known in keys]
+    return kind.lower() == b"bearer" and any(matches)
 
 
 @lru_cache(maxsize=1024)
@@ -195,13 +201,16 @@ async def internal_error_response(request: Request, _error: Any) -> Response:
     return _internal_error(note_of(request).id)
 
 
+def no_such_path(path: str) -> str:
+    return f"there is no such path: {path[:100]}; docs/guides/serve.md lists them, /v1/completions is one"
+
+
 def http_error_response(request: Request, error: Any) -> Response:
     """Starlette's own errors (no such route, wrong method) in OpenAI's form."""
     assert isinstance(error, HTTPException)
     path = request.url.path[:100]
     allowed = next((v for k, v in (error.headers or {}).items() if k.lower() == "allow"), "another one")
-    message = {
-        404: f"there is no such path: {path}; docs/guides/serve.md lists them, /v1/completions is one",
-        405: f"{path} does not take {request.method[:20]}; it takes {allowed}",
-    }.get(error.status_code, str(error.detail))
+    message = {404: no_such_path(path), 405: f"{path} does not take {request.method[:20]}; it takes {allowed}"}.get(
+        error.status_code, str(error.detail)
+    )
     return error_response(None, ApiError(error.status_code, message, headers=dict(error.headers or {})))

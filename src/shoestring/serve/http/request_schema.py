@@ -180,6 +180,20 @@ class Body(BaseModel):
         return tuple(found)
 
 
+class LoadAdapterBody(BaseModel):
+    """As vLLM's."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    lora_name: Annotated[str, Field(min_length=1, max_length=200)]
+    lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
+
+
+class UnloadAdapterBody(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+    lora_name: Annotated[str, Field(min_length=1, max_length=200)]
+    lora_int_id: int | None = None  # accepted: vLLM's number of it
+
+
 class CompletionBody(Body):
     prompt: Any = Field(None, description="string, list of strings, token ids, or list of lists of token ids")
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None

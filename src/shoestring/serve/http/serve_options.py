@@ -67,5 +67,24 @@ class ServeOptions(ServeSettings, ServeAddress):
                 check_key(parse_address(address), self.insecure, "--insecure")
         if self.follow_drafter is not None and self.drafter is None:
             raise UserError("--follow-drafter needs a draft model to update; give --drafter its folder")
-        if any(not key.isascii() or not key.strip() for key in self.api_keys):
+        keys = self.api_keys if self.admin_key is None else (*self.api_keys, self.admin_key)
+        if any(not key.isascii() or not key.strip() for key in keys):
             raise UserError("an API key is empty or not ASCII; a header could not carry it")
+        if (self.admin_key is None) != (self.adapter_folder is None):
+            raise UserError("--admin-key and --adapter-folder belong together: give both or neither")
+        if self.adapter_folder is not None and not self.adapter_folder.is_dir():
+            raise UserError(f"--adapter-folder {self.adapter_folder} is no folder")
+        _ = self.adapter_places
+
+    @property
+    def adapter_places(self) -> dict[str, str]:
+        """The adapters to serve from the beginning: names and folders."""
+        places: dict[str, str] = {}
+        for given in self.adapters:
+            name, equals, place = given.partition("=")
+            if not (name and equals and place):
+                raise UserError(f"--adapter {given} is not NAME=DIR; give a name, =, and the folder of an adapter")
+            if name in places:
+                raise UserError(f"--adapter {name} is given twice; give each adapter a name of its own")
+            places[name] = place
+        return places

@@ -16,7 +16,7 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -29,6 +29,7 @@ from shoestring.formats import keep_decoded
 from shoestring.formats.int8_activations import quantize_activations
 from shoestring.hub import hub_id
 from shoestring.json_files import read_text
+from shoestring.model.adapter_folder import AdapterFile, read_adapter
 from shoestring.model.chat import fault
 from shoestring.model.folder import LoadedModel, load_model
 from shoestring.model.skip import SkipSet
@@ -102,8 +103,9 @@ class Service:
         draft_skip: SkipSet | None = None,
         ranks: Ranks | None = None,
         http_process: HttpProcess | None = None,
+        adapters: Mapping[str, AdapterFile] | None = None,
     ) -> None:
-        """`http_process` serves HTTP; None: this one does."""
+        """`http_process` serves HTTP; None: this one does. `adapters`: to begin with."""
         self.options, self.url = options, url_of(listener)
         self.engine: Engine | EncoderEngine
         max_running = options.max_requests or FEW_REQUESTS
@@ -134,6 +136,8 @@ class Service:
                 rule="coupled",
                 verify=VerifyWithRules(verify),
             )
+            for each, file in (adapters or {}).items():
+                self.engine.adapters.load(each, file)
             if measures:
                 max_running = self.engine.limit_requests()
         self.engine.warm_up()  # no request waits for graphs
@@ -250,6 +254,7 @@ def _main(
     ranks = open_ranks(str(device), lost_after_s=options.rank_timeout_s)
     if ranks is not None and not ranks.first:
         loaded = load_model(model_path, dtype=dtype, packed=options.int8_activations)
+        adapters = _read_adapters(options, loaded.model, "")
         ranks.share(loaded.model)
         _convert(loaded.model, options, dtype)
         for sig in (signal.SIGTERM, signal.SIGINT):
@@ -258,7 +263,7 @@ def _main(
         if options.follow is not None:
             target = ranks.weight_target(loaded.model)
             pull = BackgroundPull(parse_address(options.follow), target, options.follow_hosts)
-        ranks.follow(loaded.model, pull)
+        ranks.follow(loaded.model, pull, adapters)
         return ranks.close()
     try:
         with listen(options.host, options.port) as listener:
@@ -296,8 +301,8 @@ def _serve_encoder(
     http_process: HttpProcess | None,
 ) -> None:
     folder = find_model(path)
-    if ranks is not None or options.drafter is not None:
-        raise UserError(f"{path} is an encoder: it is served by one process and without a drafter")
+    if ranks is not None or options.drafter is not None or options.adapters:
+        raise UserError(f"{path} is an encoder: it is served by one process, without a drafter and adapters")
     encoder = load_encoder(folder, device=device, dtype=dtype)
     log_to_stderr()
     name = options.model_name or _name_of(path)
@@ -337,15 +342,16 @@ def _serve(
     if template is not None:
         loaded.tokenizer.chat_template, loaded.tokenizer.tool_use_template = template, None
     policy, draft_skip = (None, None) if skips is None else skips(loaded)
+    name = options.model_name or _name_of(model_path)
+    adapters = _read_adapters(options, loaded.model, name)
     if ranks is not None:
         ranks.share(loaded.model)
     _convert(loaded.model, options, dtype)
-    name = options.model_name or _name_of(model_path)
     drafter = None
     if options.drafter is not None:
         drafter = open_drafter(options.drafter, loaded.model, device=str(device), dtype=dtype)
     options = _with_pooling(options, loaded.path)
-    extras = drafter, policy, draft_skip, ranks, http_process
+    extras = drafter, policy, draft_skip, ranks, http_process, adapters
     service = Service(loaded.model, loaded.tokenizer, options, listener, name, *extras)
     if options.host not in ("127.0.0.1", "localhost", "::1") and not options.api_keys:
         log.warning("anybody who reaches %s may use this model; --api-key asks for a key", options.host)
@@ -363,6 +369,13 @@ def _serve(
     line = f"serving {name}{chat} at {service.url}/v1, playground at {service.url}/"
     service.run(lambda: log.info("%s", line))
     log.info("stopped")
+
+
+def _read_adapters(options: ServeOptions, model: Decoder, name: str) -> dict[str, AdapterFile]:
+    """`name`: the model's."""
+    if name in options.adapter_places:
+        raise UserError(f"--adapter {name} has the name of the model itself; give it another")
+    return {name: read_adapter(place, model) for name, place in options.adapter_places.items()}
 
 
 def _convert(model: Decoder, options: ServeOptions, dtype: torch.dtype) -> None:
