@@ -116,8 +116,13 @@ def check_group(group: int) -> None:
 
 
 def label(settings: dict[str, Any]) -> str | None:
-    """The spelling of what `to_json` gave; None for what is no integer or table Format with all of its fields."""
+    """The spelling of what `to_json` gave; None for what is no Format of the core with all of its fields."""
     match settings:
+        case {"name": "dense"}:
+            return "dense"
+        case {"name": "fp8", "group": int(group), "scale_dtype": str(dtype)} if dtype in FP8_SCALES:
+            ends = [*([f"b{group}"] if group else []), *([dtype] if dtype != FP8_SCALES[0] else [])]
+            return ":".join(["fp8", *ends])
         case {"name": "int_asym", "bits": int(bits), "symmetric": bool(symmetric)}:
             head = f"int{bits}:sym" if symmetric else f"int{bits}"
         case {"name": "int_offset", "bits": int(bits)}:

@@ -45,13 +45,23 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     convert(model, [("embed", parse_format("int8:sym:g0")), ("*", parse_format("nf3:g32"))])
     pack(model)
     save_model(place / "packed", model, tiny_tokenizer())
+    model = random_model(replace(LLAMA, d_model=64, d_ff=96, head_dim=16)).eval()
+    convert(model, [("*", parse_format("fp8:b128"))])
+    pack(model)
+    save_model(place / "fp8", model, tiny_tokenizer())
     return place
 
 
 def test_headers_are_read_without_torch(place: Path) -> None:
-    paths = ["dense", "dense/model.safetensors", "packed", "packed/packed.safetensors", "m.gguf"]
+    paths = ["dense", "dense/model.safetensors", "packed", "packed/packed.safetensors", "fp8", "m.gguf"]
     shown, _ = without_torch(*[(["inspect", str(place / path)], 0) for path in paths])
-    assert "int8:sym:g0" in shown and "nf3:s2:g32" in shown and "f32" in shown and "GGUF m.gguf" in shown
+    assert (
+        "int8:sym:g0" in shown
+        and "nf3:s2:g32" in shown
+        and "fp8:b128" in shown
+        and "f32" in shown
+        and "GGUF m.gguf" in shown
+    )
 
 
 def test_wrong_names_are_told_without_torch(place: Path) -> None:
@@ -79,12 +89,13 @@ def test_wrong_names_are_told_without_torch(place: Path) -> None:
     assert len(lines) == len(wrong) and all(why in line for why, line in zip(wrong, lines, strict=True)), lines
 
 
-@pytest.mark.parametrize("text", ["dense", "fp8:b128", "int8:sym:g0", "int4:min:g32", "nf3:s1:bfloat16", "int3:fixed"])
+@pytest.mark.parametrize(
+    "text", ["dense", "fp8", "fp8:b128", "fp8:bfloat16", "int8:sym:g0", "int4:min:g32", "nf3:s1:bfloat16", "int3:fixed"]
+)
 def test_a_name_means_the_same_with_and_without_torch(text: str) -> None:
     format = parse_format(text)
     assert format_names.parse(text).items() <= format.to_json().items()
-    assert format_names.label(format.to_json()) in (format.label, None)
-    assert (format_names.label(format.to_json()) is None) == (text.partition(":")[0] in ("dense", "fp8"))
+    assert format_names.label(format.to_json()) == format.label
 
 
 def test_tables_of_numbers_are_those_of_their_owners() -> None:
