@@ -35,6 +35,8 @@ RUN = {
     "explain/formats.md": "tests/formats/test_docs.py",
     "reference/formats.md": "tests/formats/test_docs.py",
     "guides/crashes.md": "tests/state/levels/test_levels_cache.py",
+    "methods/prune24.md": "tests/methods/sparse24/test_prune.py",
+    "methods/sparse24.md": "tests/methods/sparse24/test_sparse24_recipes.py",
 }
 
 

@@ -55,8 +55,7 @@ from shoestring.paths import check_text, find_model
 if TYPE_CHECKING:
     pass
 
-# `quantize` calibrates these formats, on so many windows of text that the model writes.
-CALIBRATED, OWN_WINDOWS = ("int2", "int3", "int4", "nf", "fp3", "fp4"), 8
+CALIBRATED = ("int2", "int3", "int4", "nf", "fp3", "fp4")  # formats that `quantize` does not just round
 
 app = typer.Typer(
     name="shoestring",
@@ -184,8 +183,6 @@ def quantize(
         added = [] if {"calib", "method"} & keys else ["method=rtn"]
     elif "calib" not in keys and ("method=rtn" in given or not format.startswith(CALIBRATED)):
         recipe, given = "shrink/rtn", [item for item in given if item != "method=rtn"]
-    elif not {"calib", "calib_windows"} & keys:
-        added = [f"calib_windows={OWN_WINDOWS}"]
     _run_short_form(recipe, [f"model={model}", f"format={format}", *added, *given], config)
 
 
