@@ -62,10 +62,11 @@ from shoestring.train.step import Micro, Objective, PlainForwardBackward, Run
 from shoestring.train.trainer import train
 
 BASELINE, RECIPE = "adamw bf16", "muon bf16"
-OLD = ["train/dense", "size=base", "optimizer=adamw", "schedule=cosine", "warmup=50", "lr=1e-3"]
-NEW = ["train/speedrun"]
-SPARSE = ["size=base", "qk_norm=true", "tied=false", "init=zero", "optimizer=muon", "lr=3e-3", "weight_decay=0",
-          "schedule=wsd", "cooldown=0.6", "warmup=0"]  # fmt: skip
+HEADS_OF_64 = ["num_heads=12", "num_kv_heads=12"]
+OLD = ["train/dense", "size=base", *HEADS_OF_64, "optimizer=adamw", "schedule=cosine", "warmup=50", "lr=1e-3"]
+NEW = ["train/speedrun", *HEADS_OF_64]
+SPARSE = ["size=base", *HEADS_OF_64, "qk_norm=true", "tied=false", "init=zero", "optimizer=muon", "lr=3e-3",
+          "weight_decay=0", "schedule=wsd", "cooldown=0.6", "warmup=0"]  # fmt: skip
 CASES: dict[str, list[str]] = {
     BASELINE: OLD,
     RECIPE: NEW,
@@ -76,6 +77,7 @@ CASES: dict[str, list[str]] = {
     "s-ste fp8": ["train/sparse24_sste", *SPARSE, "precision=fp8"],
     "2:4 activations": [*NEW, "act=relu2", "format=relu2"],
     "nanochat": [],
+    "heads of 128": [*NEW, "num_heads=6", "num_kv_heads=6"],
     # The recipe without one of its parts.
     "no muon": [*NEW, "optimizer=adamw", "warmup=50", "lr=1e-3"],
     "no qk-norm": [*NEW, "qk_norm=false"],
@@ -89,7 +91,7 @@ USUAL = [BASELINE, RECIPE, "nanochat", "half width", "muon fp8", "fst"]
 BATCH, CONTEXT, VOCAB, EVERY, WARM = 64, 1024, 8192, 25, 3
 MEGABYTES = 160  # of text, about 50M tokens
 COMPILING = 150.0  # seconds that the first turn waits for processes that compile
-TOY = ["size=tiny", "d_model=64", "num_layers=2", "compile=off"]
+TOY = ["size=tiny", "d_model=64", "num_layers=2", "num_heads=2", "num_kv_heads=2", "compile=off"]
 TOY_BATCH, TOY_CONTEXT, TOY_VOCAB = 4, 64, 512
 
 
