@@ -157,6 +157,33 @@ def test_a_compiled_block_gives_the_same_gradients(dora: bool) -> None:
         torch.testing.assert_close(dict(model.named_parameters())[name].grad, grad, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("format", ["int4:g64", "nf4:g64", "nf3:g64", "sparse24"])
+@pytest.mark.parametrize("rows", [7, 300])
+def test_gradients_through_the_kernels_of_a_gpu(format: str, rows: int) -> None:
+    torch.manual_seed(0)
+    layer = FormatLinear(256, 512, bias=False, device="cuda", dtype=torch.bfloat16)
+    layer.set_format(parse_format(format))
+    layer.pack(torch.bfloat16)
+    weight = layer.effective_weight(torch.bfloat16).float()
+    layer.use_kernels()
+    add_adapters(nn.Sequential(layer), AdapterConfig(16, 32.0, targets=("0",)))
+    (held,) = adapted_layers(layer).values()
+    nn.init.normal_(held.B, std=0.05)
+    x = torch.randn(rows, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    y = layer(x)
+    dy = torch.randn_like(y)
+    y.backward(dy)
+    a, b, wide = held.A.detach(), held.B.detach().requires_grad_(), x.detach().float().requires_grad_()
+    expected = F.linear(wide, weight) + 2.0 * (wide @ a.T) @ b.T
+    expected.backward(dy.float())
+    pairs = ((y, expected), (x.grad, wide.grad), (held.B.grad, b.grad))
+    for ours, exact in pairs:
+        assert ours is not None and exact is not None
+        assert (ours.float() - exact).norm() < 1e-2 * exact.norm()
+
+
 @pytest.mark.parametrize(
     ("text", "says"), [("lora:16", "give lora:r16"), ("lora:r0", "rank up to 1024"), ("qlora", "lora:r16, dora:r16")]
 )
