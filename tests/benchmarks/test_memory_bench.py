@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks import memory
-from shoestring.errors import UserError
+from refusals import refused
 from shoestring.formats import parse_format
 from shoestring.model import ModelSpec
 
@@ -58,5 +58,4 @@ def test_linear_layers_and_the_whole_model_are_told_apart() -> None:
 def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", ["memory"])
-    with pytest.raises(UserError, match="CUDA GPU"):
-        memory.main()
+    refused("CUDA GPU", memory.main)

@@ -10,7 +10,7 @@ import pytest
 
 from experiments import python_corpus
 from experiments.python_corpus import open_prepared, texts
-from shoestring.errors import UserError
+from refusals import refused
 
 
 def code(name: str, lines: int = 20) -> str:
@@ -60,5 +60,4 @@ def test_archives_that_are_there_become_a_corpus(
     corpus = open_prepared(tmp_path / "corpus")
     assert f"{len(corpus.train):,} training" in capsys.readouterr().out
     assert len(corpus.train) > len(corpus.val) > 0 and 256 < corpus.tokenizer.vocab_size <= 300
-    with pytest.raises(UserError, match="is there already"):
-        python_corpus.main()
+    refused("is there already", python_corpus.main)

@@ -1,6 +1,11 @@
-"""Runs on 2 gloo ranks (see test_ranks.py): laws 5 and 6 on a weight that is really sharded."""
+"""Runs on 2 gloo ranks (see test_ranks.py): laws 5 and 6 on a weight that is really sharded.
+
+ranks_laws.py [all]: every Format cut along both dims in both dtypes; without `all` in one of them by turns.
+"""
 
 from __future__ import annotations
+
+import sys
 
 import torch
 import torch.distributed as dist
@@ -133,9 +138,10 @@ def main() -> None:
         "sparse24:held+slorb16",
     )
     learned = ("int3:g32:learned", "nf3:s2:g32:learned")
-    for label in ("int4:g32", "int3:g96", "nf3:s2:g32", "fp4:s1:g32", *learned, *sparse):
+    dtypes = (torch.float32, torch.bfloat16)
+    for n, label in enumerate(("int4:g32", "int3:g96", "nf3:s2:g32", "fp4:s1:g32", *learned, *sparse)):
         for dim in (0, 1):
-            for dtype in (torch.float32, torch.bfloat16):
+            for dtype in dtypes if "all" in sys.argv else dtypes[(n + dim) % 2 :][:1]:
                 check(parse_format(label), dim, dtype)
     check(Masked(), 0, torch.float32)  # row state is sharded with the weight
     try:

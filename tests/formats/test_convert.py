@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from shoestring.errors import UserError
+from refusals import refused
 from shoestring.formats import (
     Aux,
     Dense,
@@ -104,11 +104,9 @@ def test_rules_first_match_wins_and_the_report_says_so() -> None:
 )
 def test_rules_that_cannot_work_change_nothing(rules: list[tuple[str, Format]], message: str) -> None:
     model = tiny()
-    with pytest.raises(UserError, match=message):
-        convert(model, rules)
+    refused(message, convert, model, rules)
     assert not formats_of(model) and not any(isinstance(m, FormatLinear) for m in model.modules())
-    with pytest.raises(UserError, match="this model has no linear layer and no embedding"):
-        convert(nn.Sequential(nn.ReLU()), [("*", IntAsym())])
+    refused("this model has no linear layer and no embedding", convert, nn.Sequential(nn.ReLU()), [("*", IntAsym())])
 
 
 def test_the_head_is_converted_when_named() -> None:
@@ -124,12 +122,10 @@ def test_a_tied_head_is_left_alone_or_refused() -> None:
     model = tiny(tied=True)
     report = convert(model, [("*", IntAsym())], skip=())
     assert [x.reason for x in report.left if x.name == "head"] == ["its weight is tied to embed"]
-    with pytest.raises(UserError, match="head cannot be converted: its weight is tied to embed"):
-        convert(model, [("head", IntAsym())])
+    refused("head cannot be converted: its weight is tied to embed", convert, model, [("head", IntAsym())])
     pack(model)
     assert model.head.weight is model.embed.weight
-    with pytest.raises(UserError, match="tied"):
-        allocate_packed(model, {"head": IntAsym().to_json()})
+    refused("tied", allocate_packed, model, {"head": IntAsym().to_json()})
 
 
 def test_modules_with_a_life_of_their_own_are_left_alone() -> None:
@@ -230,15 +226,12 @@ def test_changing_the_dtype_of_a_model_leaves_the_stored_parts() -> None:
 def test_misuse_is_explained() -> None:
     model = converted()
     pack(model)
-    with pytest.raises(UserError, match="call unpack"):
-        convert(model, [("*", IntAsym())])
-    with pytest.raises(UserError, match=r"Did you mean 'blocks\.0\.up'"):
-        allocate_packed(tiny(), {"blocks.0.upp": IntAsym().to_json()})
+    refused("call unpack", convert, model, [("*", IntAsym())])
+    refused(r"Did you mean 'blocks\.0\.up'", allocate_packed, tiny(), {"blocks.0.upp": IntAsym().to_json()})
     broken = converted()
     with torch.no_grad():
         broken.blocks[1].down.weight[3, 3] = float("nan")
-    with pytest.raises(UserError, match=r"blocks\.1\.down: The weight holds NaN"):
-        pack(broken)
+    refused(r"blocks\.1\.down: The weight holds NaN", pack, broken)
 
 
 def test_autocast_and_pack_agree() -> None:
@@ -348,7 +341,7 @@ def test_our_decoder() -> None:
 
 
 # -- torch.compile -------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("label", ["nf3:g32", "int4:g32"])
+@pytest.mark.parametrize("label", ["nf3:g32", pytest.param("int4:g32", marks=pytest.mark.lab)])
 def test_ten_layers_compile_once(label: str) -> None:
     """Layers differ in tensors only, so one compiled block serves all of them, training and packed."""
     from torch._dynamo.testing import CompileCounterWithBackend

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoestring.errors import UserError
+from refusals import refused
 from shoestring.formats import (
     Dense,
     FormatEmbedding,
@@ -81,7 +81,10 @@ def test_gradients_reach_the_rows_that_were_looked_up() -> None:
 
 
 def test_embeddings_that_cannot_be_converted_are_named() -> None:
-    with pytest.raises(UserError, match="embed cannot be converted: it changes its rows"):
-        table("int8:g0", max_norm=1.0)
-    with pytest.raises(UserError, match="Input width 20 is not a multiple of 8"):
-        convert(nn.ModuleDict({"embed": nn.Embedding(4, 20)}), [("embed", parse_format("int8:g0"))])
+    refused("embed cannot be converted: it changes its rows", table, "int8:g0", max_norm=1.0)
+    refused(
+        "Input width 20 is not a multiple of 8",
+        convert,
+        nn.ModuleDict({"embed": nn.Embedding(4, 20)}),
+        [("embed", parse_format("int8:g0"))],
+    )

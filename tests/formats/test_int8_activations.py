@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from shoestring.errors import UserError
+from refusals import refused
 from shoestring.formats import (
     FormatLinear,
     IntAsym,
@@ -97,8 +97,7 @@ def test_layers_that_do_not_fit_stay_and_none_at_all_is_an_error() -> None:
     convert(model, [("0", IntAsym(4, 8)), ("1", IntAsym(3, 32))])
     pack(model)
     assert quantize_activations(model) == ["1"]
-    with pytest.raises(UserError, match="multiple of 32"):
-        quantize_activations(nn.Sequential(nn.Linear(64, 32)))
+    refused("multiple of 32", quantize_activations, nn.Sequential(nn.Linear(64, 32)))
 
 
 def test_a_machine_that_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,8 +151,7 @@ def test_an_untied_8_bit_head(tmp_path: Path) -> None:
     assert torch.equal(logits(load_model(tmp_path / "m").model), logits(model))
     assert "head" in quantize_activations(model)
     assert distance(logits(model), before) < 0.05
-    with pytest.raises(UserError, match="packed as int8:sym:g0 already"):
-        untie_head(model, IntAsym(8, 0))
+    refused("packed as int8:sym:g0 already", untie_head, model, IntAsym(8, 0))
 
 
 @pytest.mark.parametrize("is_arm", [True, False])
@@ -212,6 +210,5 @@ def test_an_embedding_alone_is_not_enough() -> None:
     model = Decoder(SPEC)
     convert(model, [("*", parse_format("nf4:g32")), ("embed", parse_format("int8:g0"))])
     pack(model)
-    with pytest.raises(UserError, match="there are none"):
-        quantize_activations(model)
+    refused("there are none", quantize_activations, model)
     assert not isinstance(model.embed, Int8Host)

@@ -172,12 +172,16 @@ def compiled_equals_eager(cases: list[tuple[str, torch.dtype]], device: str) -> 
             assert torch.equal(a, b), f"{case}: {(a != b).sum()} of {a.numel()} differ"
 
 
-def test_law_3_compiled_equals_eager() -> None:
+COMPILED = [("int3:g32", torch.float32), ("nf3:s2:g32:learned", torch.float32)]
+COMPILED += [(x, torch.bfloat16) for x in ("fp8:b128", "int4:g64", "sparse24:soft:mvue", "sparse24:tile+int4:g32")]
+MORE = [("fp4:s1:g32:bfloat16", torch.float32)]
+MORE += [(x, torch.bfloat16) for x in ("int4:min:g32", "nf3:s2:g64", "int3:g64:learned", "sparse24:held+slorb16")]
+
+
+@pytest.mark.parametrize("cases", [COMPILED, pytest.param(MORE, marks=pytest.mark.lab)], ids=["families", "more"])
+def test_law_3_compiled_equals_eager(cases: list[tuple[str, torch.dtype]]) -> None:
     """The other Formats share these families' code."""
-    fp32 = ("int3:g32", "fp4:s1:g32:bfloat16", "nf3:s2:g32:learned")
-    bf16 = ("fp8:b128", "int4:g64", "int4:min:g32", "nf3:s2:g64", "int3:g64:learned")
-    sparse = ("sparse24:soft:mvue", "sparse24:tile+int4:g32", "sparse24:held+slorb16")
-    compiled_equals_eager([*((x, torch.float32) for x in fp32), *((x, torch.bfloat16) for x in bf16 + sparse)], "cpu")
+    compiled_equals_eager(cases, "cpu")
 
 
 # Every Format in the dtype that GPUs train in; the other dtypes once per family.

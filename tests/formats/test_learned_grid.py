@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoestring.errors import UserError
+from refusals import refused
 from shoestring.formats import Format, FormatLinear, Parts, convert, pack, parse_format
 from shoestring.formats.float_asym import TABLES
 from shoestring.train.optim import adamw
@@ -159,15 +159,12 @@ def test_a_symmetric_grid_keeps_its_middle() -> None:
 
 
 def test_what_is_refused() -> None:
-    with pytest.raises(UserError, match="learned grid"):
-        parse_format("sparse24+int4:g32:learned")
-    with pytest.raises(UserError, match="derived, fixed, learned"):
-        type(parse_format("int4"))(grid="lerned")  # type: ignore[call-arg]
+    refused("learned grid", parse_format, "sparse24+int4:g32:learned")
+    refused("derived, fixed, learned", type(parse_format("int4")), grid="lerned")  # type: ignore[call-arg]
     layer = FormatLinear(64, 4, format=parse_format("int4:g32:learned"))
     with torch.no_grad():
         layer.weight_scale[0, 0] = float("nan")
-    with pytest.raises(UserError, match="weight's scale holds NaN"):
-        pack(nn.Sequential(layer))
+    refused("weight's scale holds NaN", pack, nn.Sequential(layer))
 
 
 def test_per_channel_spells_one_group_a_row() -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoestring.errors import UserError
+from refusals import refused
 from shoestring.formats import FormatLinear, IntAsym, convert, pack, self_check
 from shoestring.methods.sparse24.format import Sparse24
 from tiny import QWEN2, random_model
@@ -35,8 +35,7 @@ def test_an_encoder_that_reads_its_weights_itself_is_caught_converted(fast_paths
         dense = model(X)
         convert(model, [("*", INT2)])
         assert torch.equal(model(X), dense)  # torch's fast path: exactly the unquantized model
-    with pytest.raises(UserError, match=r"linear1 \(2 in all\) is converted to int2:g32, but other code reads"):
-        self_check(model, X)
+    refused(r"linear1 \(2 in all\) is converted to int2:g32, but other code reads", self_check, model, X)
     assert torch.equal(model.linear1.weight, encoder_layer().linear1.weight)  # type: ignore[union-attr, arg-type]
 
 
@@ -44,8 +43,7 @@ def test_and_packed(fast_paths_stay: None) -> None:
     model = encoder_layer()
     convert(model, [("*", INT2)])
     pack(model)
-    with pytest.raises(UserError, match=r"fails now that linear1 is packed .*past its forward"):
-        self_check(model, X)
+    refused(r"fails now that linear1 is packed .*past its forward", self_check, model, X)
 
 
 def test_with_fast_paths_off_both_checks_pass_and_change_nothing() -> None:
@@ -80,8 +78,7 @@ def test_only_layers_that_matter_are_named() -> None:
         model = Careless(use)
         convert(model, [("*", INT2)])
         if use:
-            with pytest.raises(UserError, match=r"^read \(1 in all\)"):
-                self_check(model, X)
+            refused(r"^read \(1 in all\)", self_check, model, X)
         else:
             self_check(model, x=X)
             pack(model)
@@ -95,16 +92,14 @@ def test_a_kernel_that_computes_something_else_is_caught(monkeypatch: pytest.Mon
     self_check(model, X)
     plain = IntAsym.linear
     monkeypatch.setattr(IntAsym, "linear", lambda *args: plain(*args) * 1.1)
-    with pytest.raises(UserError, match="computes something else than its decoded weights"):
-        self_check(model, X)
+    refused("computes something else than its decoded weights", self_check, model, X)
 
 
 def test_values_that_are_no_numbers() -> None:
     model = nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32))
     convert(model, [("*", INT2)])
     nn.init.constant_(model[1].weight, float("nan"))  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="NaN or infinite"):
-        self_check(model, X)
+    refused("NaN or infinite", self_check, model, X)
 
 
 def test_formats_that_change_nothing_and_decoders_pass() -> None:

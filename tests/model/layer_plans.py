@@ -106,6 +106,11 @@ def single_changes() -> dict[str, DecoderPlan]:
     return plans
 
 
+def in_the_suite(plans: dict[str, DecoderPlan]) -> dict[str, DecoderPlan]:
+    """Of a value in all layers and in one, the latter: an executor that reads the first layer alone is seen, too."""
+    return {name: plan for name, plan in plans.items() if f"{name} in one layer" not in plans}
+
+
 def combinations(num: int, seed: int = 0) -> Iterator[DecoderPlan]:
     """Plans in which any field may have any value, in any layer."""
     rng = random.Random(seed)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
-from layer_plans import SPEC, decoder, single_changes
+from layer_plans import SPEC, decoder, in_the_suite, single_changes
 
 from shoestring.errors import UserError
 from shoestring.mesh import MeshConfig, open_mesh
@@ -14,7 +16,8 @@ mesh = open_mesh(MeshConfig(tp=2), "cpu")
 axis = mesh.axis("tp")
 assert axis is not None
 tokens = torch.arange(12)[None] % SPEC.vocab_size
-for name, plan in single_changes().items():
+plans = single_changes()
+for name, plan in (plans if sys.argv[1] == "all" else in_the_suite(plans)).items():
     whole, cut = decoder(plan), decoder(plan)
     try:
         tensor_parallel_(cut, axis)

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from shoestring.errors import UserError
+from refusals import refused
 from shoestring.formats import convert, pack, parse_format
 from shoestring.model import Decoder, ModelSpec, load_model, save_model
 from shoestring.model.parallel import init_weights
@@ -147,8 +147,7 @@ def test_long_texts_have_their_own_rotary_angles() -> None:
     short = Engine(model).generate([text], GREEDY)[0].token_ids
     assert Engine(model).max_context == 32
     assert short == greedy(model, TOKENS[:1])
-    with pytest.raises(UserError, match="32"):
-        Engine(model).generate([text + text], GREEDY)
+    refused("32", Engine(model).generate, [text + text], GREEDY)
     long = TOKENS[:2].reshape(1, -1)
     assert Engine(model, max_context=64).generate([long[0].tolist()], GREEDY)[0].token_ids == greedy(model, long)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shoestring.errors import UserError
+from refusals import refused
 from shoestring.model import chat
 from shoestring.model.chat import fault, render
 from shoestring.model.tokenizer import Tokenizer
@@ -44,8 +44,7 @@ def test_a_template_gives_its_text() -> None:
 def test_broken_templates(template: str, why: str) -> None:
     found = fault(template)
     assert found is not None
-    with pytest.raises(UserError, match=f"is broken|{why}"):
-        text(template)
+    refused(f"is broken|{why}", text, template)
 
 
 @pytest.mark.parametrize(
@@ -60,8 +59,7 @@ def test_broken_templates(template: str, why: str) -> None:
     ],
 )
 def test_templates_that_refuse_a_chat(template: str) -> None:
-    with pytest.raises(UserError, match="does not accept this chat"):
-        text(template)
+    refused("does not accept this chat", text, template)
 
 
 @pytest.mark.parametrize(
@@ -75,8 +73,7 @@ def test_templates_that_refuse_a_chat(template: str) -> None:
 )
 def test_templates_that_never_end(template: str, short: None) -> None:
     began = time.monotonic()
-    with pytest.raises(UserError, match="chat template"):
-        text(template)
+    refused("chat template", text, template)
     assert time.monotonic() - began < 20
     assert text(GOOD).startswith("<user>")
 
@@ -92,16 +89,15 @@ def test_templates_that_never_end(template: str, short: None) -> None:
     ],
 )
 def test_templates_that_need_much_memory(template: str) -> None:
-    with pytest.raises(UserError, match="chat template"):
-        text(template)
+    refused("chat template", text, template)
     assert text(GOOD).startswith("<user>")
 
 
 def test_what_is_no_chat() -> None:
-    with pytest.raises(UserError, match="message 0 of the chat"):
-        render(GOOD, [{"content": "x"}], add_generation_prompt=True, special={})
-    with pytest.raises(UserError, match="not plain JSON"):
-        render(GOOD, [{"role": "user", "content": object()}], add_generation_prompt=True, special={})
+    refused("message 0 of the chat", render, GOOD, [{"content": "x"}], add_generation_prompt=True, special={})
+    refused(
+        "not plain JSON", render, GOOD, [{"role": "user", "content": object()}], add_generation_prompt=True, special={}
+    )
 
 
 def test_a_process_that_was_killed_is_started_again() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from refusals import refused
 from shoestring.cli.inspect import folder_weights
 from shoestring.errors import UserError
 from shoestring.formats import FormatLinear, IntAsym, convert, pack, parse_format
@@ -315,19 +316,31 @@ def test_what_the_layout_cannot_hold(format: str, words: list[str], tmp_path: Pa
 
 def test_other_refusals(tmp_path: Path) -> None:
     save_model(tmp_path / "dense", random_model(SPEC))
-    with pytest.raises(UserError, match=r"no quantized layer.*shoestring quantize"):
-        export_model(tmp_path / "dense", tmp_path / "out", "compressed-tensors")
-    with pytest.raises(UserError, match="no packed layer"):
-        export_model(tmp_path / "dense", tmp_path / "out", "packed")
-    with pytest.raises(UserError, match="a drafter made by shrink/drafter is a model of its own"):
-        export_model(tmp_path / "dense", tmp_path / "out", "speculators")
-    with pytest.raises(UserError, match=r"--as 'onnx' is not possible"):
-        export_model(tmp_path / "dense", tmp_path / "out", "onnx")
+    refused(
+        r"no quantized layer.*shoestring quantize",
+        export_model,
+        tmp_path / "dense",
+        tmp_path / "out",
+        "compressed-tensors",
+    )
+    refused("no packed layer", export_model, tmp_path / "dense", tmp_path / "out", "packed")
+    refused(
+        "a drafter made by shrink/drafter is a model of its own",
+        export_model,
+        tmp_path / "dense",
+        tmp_path / "out",
+        "speculators",
+    )
+    refused(r"--as 'onnx' is not possible", export_model, tmp_path / "dense", tmp_path / "out", "onnx")
     save_model(tmp_path / "gpt2", quantized(GPT2, ("*", "int4:g8")))
-    with pytest.raises(UserError, match=r"gpt2.*Conv1D.*--as packed"):
-        export_model(tmp_path / "gpt2", tmp_path / "out", "compressed-tensors")
-    with pytest.raises(UserError, match=r"scales are float16.*leave --dtype out"):
-        save_compressed_tensors(tmp_path / "out", quantized(SPEC, ("*", "int4:g8")), dtype=torch.bfloat16)
+    refused(r"gpt2.*Conv1D.*--as packed", export_model, tmp_path / "gpt2", tmp_path / "out", "compressed-tensors")
+    refused(
+        r"scales are float16.*leave --dtype out",
+        save_compressed_tensors,
+        tmp_path / "out",
+        quantized(SPEC, ("*", "int4:g8")),
+        dtype=torch.bfloat16,
+    )
     assert not (tmp_path / "out").exists()
 
 

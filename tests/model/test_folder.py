@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from refusals import refused
 from shoestring.errors import UserError
 from shoestring.formats import IntAsym, convert, pack, packed_state, parse_format
 from shoestring.model import ModelSpec, Tokenizer, load_into, load_model, read_spec, save_model
@@ -55,8 +56,7 @@ def test_a_stored_head_that_is_not_the_embedding_unties_the_model(name: str, tmp
         again = load_model(save_model(tmp_path / f"again{row}", loaded.model)).model
         assert torch.equal(logits(again), logits(loaded.model))
     save_file({**tensors, "lm_head.weight": head[:50].clone()}, file)
-    with pytest.raises(UserError, match=r"head\.weight.*\[50, 32\]"):
-        load_model(out)
+    refused(r"head\.weight.*\[50, 32\]", load_model, out)
 
 
 def test_a_stored_copy_of_the_embedding_is_compared_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,15 +125,12 @@ def test_shards_and_their_index(tmp_path: Path) -> None:
     torch.testing.assert_close(logits(from_transformers(tmp_path / "m")), logits(model), atol=1e-5, rtol=1e-5)
 
     (tmp_path / "m" / files[1]).unlink()
-    with pytest.raises(UserError, match=r"is missing, but model.safetensors.index.json lists it"):
-        load_model(tmp_path / "m")
+    refused(r"is missing, but model.safetensors.index.json lists it", load_model, tmp_path / "m")
     index = tmp_path / "m" / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"lm_head.weight": "../../secret.safetensors"}}))
-    with pytest.raises(UserError, match="only files beside it"):
-        load_model(tmp_path / "m")
+    refused("only files beside it", load_model, tmp_path / "m")
     index.write_text("{}")
-    with pytest.raises(UserError, match="weight_map"):
-        load_model(tmp_path / "m")
+    refused("weight_map", load_model, tmp_path / "m")
 
 
 def test_tokenizer_and_end_tokens_travel(tmp_path: Path) -> None:
@@ -151,16 +148,14 @@ def test_tokenizer_and_end_tokens_travel(tmp_path: Path) -> None:
 
     small = random_model(replace(SPEC, vocab_size=100))
     save_model(tmp_path / "small", small, tokenizer)
-    with pytest.raises(UserError, match=r"tokenizer has \d+ tokens but the embedding only 100"):
-        load_model(tmp_path / "small")
+    refused(r"tokenizer has \d+ tokens but the embedding only 100", load_model, tmp_path / "small")
 
 
 def test_a_run_folder_loads_its_model_or_says_what_it_has(tmp_path: Path) -> None:
     run = tmp_path / "run"
     (run / "checkpoints" / "step-00000200").mkdir(parents=True)
     (run / "config.json").write_text('{"recipe": "train/dense", "config": {"steps": 400}}')
-    with pytest.raises(UserError, match=r"run without a finished model .*step-00000200.*run train/dense resume="):
-        load_model(run)
+    refused(r"run without a finished model .*step-00000200.*run train/dense resume=", load_model, run)
     model = random_model(SPEC)
     save_model(run / "model", model)
     loaded = load_model(run)
@@ -196,15 +191,12 @@ def test_packed_round_trip(name: str, format: str, tmp_path: Path) -> None:
     # transformers must stop, not go on with random weights.
     with pytest.raises((OSError, ValueError)):
         from_transformers(tmp_path / "m")
-    with pytest.raises(UserError, match=r"packed weights.*shoestring export"):
-        load_into(random_model(SPECS[name]), tmp_path / "m")
+    refused(r"packed weights.*shoestring export", load_into, random_model(SPECS[name]), tmp_path / "m")
 
     (tmp_path / "m" / "shoestring.json").write_text(json.dumps({**info, "version": 99}))
-    with pytest.raises(UserError, match="version 99"):
-        load_model(tmp_path / "m")
+    refused("version 99", load_model, tmp_path / "m")
     (tmp_path / "m" / "shoestring.json").unlink()
-    with pytest.raises(UserError, match=r"shoestring.json is missing"):
-        load_model(tmp_path / "m")
+    refused(r"shoestring.json is missing", load_model, tmp_path / "m")
 
 
 def test_load_into_fills_a_converted_model(tmp_path: Path) -> None:
@@ -214,8 +206,7 @@ def test_load_into_fills_a_converted_model(tmp_path: Path) -> None:
     convert(other, [("*", IntAsym(bits=4, group=16))])
     load_into(other, tmp_path / "m")
     assert torch.equal(other.blocks[0].mlp.up.weight, model.blocks[0].mlp.up.weight)
-    with pytest.raises(UserError, match=r"d_ff \(model 64, file 48\)"):
-        load_into(random_model(replace(SPEC, d_ff=64)), tmp_path / "m")
+    refused(r"d_ff \(model 64, file 48\)", load_into, random_model(replace(SPEC, d_ff=64)), tmp_path / "m")
 
 
 # -- bad input ---------------------------------------------------------------------------------------------
@@ -238,30 +229,24 @@ def test_paths_that_are_no_model(tmp_path: Path, good: Path) -> None:
         (good / "config.json", "is a file"),
         (tmp_path, "no config.json"),
     ]:
-        with pytest.raises(UserError, match=words):
-            load_model(path)
-    with pytest.raises(UserError, match="gpu9"):
-        load_model(good, device="gpu9")
+        refused(words, load_model, path)
+    refused("gpu9", load_model, good, device="gpu9")
     if not torch.cuda.is_available():
-        with pytest.raises(UserError, match="no CUDA GPU"):
-            load_model(good, device="cuda")
+        refused("no CUDA GPU", load_model, good, device="cuda")
 
 
 def test_broken_config(good: Path) -> None:
     (good / "config.json").write_text("{")
-    with pytest.raises(UserError, match="not valid JSON"):
-        load_model(good)
+    refused("not valid JSON", load_model, good)
     (good / "config.json").write_text("[]")
-    with pytest.raises(UserError, match="JSON object"):
-        load_model(good)
+    refused("JSON object", load_model, good)
 
 
 @pytest.mark.parametrize("keep", [0, 4, 200, -100])
 def test_truncated_weights(good: Path, keep: int) -> None:
     file = good / "model.safetensors"
     file.write_bytes(file.read_bytes()[:keep])
-    with pytest.raises(UserError, match="truncated or corrupt"):
-        load_model(good)
+    refused("truncated or corrupt", load_model, good)
 
 
 def test_corrupt_header_and_lfs_pointer(good: Path) -> None:
@@ -269,23 +254,18 @@ def test_corrupt_header_and_lfs_pointer(good: Path) -> None:
     data = bytearray(file.read_bytes())
     data[8:40] = b"\xff" * 32
     file.write_bytes(bytes(data))
-    with pytest.raises(UserError, match="truncated or corrupt"):
-        load_model(good)
+    refused("truncated or corrupt", load_model, good)
     file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n")
-    with pytest.raises(UserError, match="git lfs pull"):
-        load_model(good)
+    refused("git lfs pull", load_model, good)
 
 
 def test_weights_that_are_absent_pickled_or_elsewhere(good: Path) -> None:
     (good / "model.safetensors").rename(good / "other.safetensors")
-    with pytest.raises(UserError, match=r"expected model.safetensors"):
-        load_model(good)
+    refused(r"expected model.safetensors", load_model, good)
     (good / "pytorch_model.bin").write_bytes(b"\x80\x02")
-    with pytest.raises(UserError, match=r"never read.*convert"):
-        load_model(good)
+    refused(r"never read.*convert", load_model, good)
     (good / "pytorch_model.bin").rename(good / "small.gguf")
-    with pytest.raises(UserError, match=r"give the file itself: .*small.gguf"):
-        load_model(good)
+    refused(r"give the file itself: .*small.gguf", load_model, good)
 
 
 def test_tensors_that_disagree_with_the_config(good: Path) -> None:
@@ -300,8 +280,7 @@ def test_tensors_that_disagree_with_the_config(good: Path) -> None:
     ]:
         before = (good / "config.json").read_text()
         edit_config(good, **change)
-        with pytest.raises(UserError, match=words):
-            load_model(good)
+        refused(words, load_model, good)
         (good / "config.json").write_text(before)
     load_model(good)
 
@@ -309,17 +288,14 @@ def test_tensors_that_disagree_with_the_config(good: Path) -> None:
     tensors = load_file(file)
     head = tensors.pop("lm_head.weight")
     save_file(tensors, file)
-    with pytest.raises(UserError, match=r"lm_head.weight.*tie_word_embeddings"):
-        load_model(good)
+    refused(r"lm_head.weight.*tie_word_embeddings", load_model, good)
     save_file({**tensors, "lm_head.weight": head.to(torch.int8)}, file)
-    with pytest.raises(UserError, match="stored as I8"):
-        load_model(good)
+    refused("stored as I8", load_model, good)
     extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
     save_file({**tensors, "lm_head.weight": head, **extra}, file)
     load_model(good)
     save_file({**tensors, "lm_head.weight": head, "model.layers.0.mlp.router.weight": torch.ones(4)}, file)
-    with pytest.raises(UserError, match="router"):
-        load_model(good)
+    refused("router", load_model, good)
 
 
 def test_fused_gpt2_weight_of_the_wrong_height(tmp_path: Path) -> None:
@@ -328,8 +304,7 @@ def test_fused_gpt2_weight_of_the_wrong_height(tmp_path: Path) -> None:
     name = "transformer.h.0.attn.c_attn.weight"
     tensors[name] = tensors[name][:, :-1].contiguous()
     save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(UserError, match="shape"):
-        load_model(folder)
+    refused("shape", load_model, folder)
 
 
 def test_saving_replaces_only_model_folders(tmp_path: Path, good: Path) -> None:
@@ -337,32 +312,28 @@ def test_saving_replaces_only_model_folders(tmp_path: Path, good: Path) -> None:
     save_model(good, other)
     assert torch.equal(logits(load_model(good).model), logits(other))
     (good / "notes.txt").write_text("mine")
-    with pytest.raises(UserError, match=r"'notes.txt'"):
-        save_model(good, random_model(SPEC))
+    refused(r"'notes.txt'", save_model, good, random_model(SPEC))
     assert (good / "notes.txt").read_text() == "mine"
     assert torch.equal(logits(load_model(good).model), logits(other))
 
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "data.json").write_text("{}")
-    with pytest.raises(UserError, match=r"no config.json"):
-        save_model(tmp_path / "thesis", random_model(SPEC))
+    refused(r"no config.json", save_model, tmp_path / "thesis", random_model(SPEC))
     (tmp_path / "file").write_text("x")
-    with pytest.raises(UserError, match="is a file"):
-        save_model(tmp_path / "file", random_model(SPEC))
-    with pytest.raises(UserError, match=r"Not a directory|is a file|exists"):
-        save_model(tmp_path / "file" / "m", random_model(SPEC))
+    refused("is a file", save_model, tmp_path / "file", random_model(SPEC))
+    refused(r"Not a directory|is a file|exists", save_model, tmp_path / "file" / "m", random_model(SPEC))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "m", "thesis"]
 
 
 def test_a_spec_that_no_config_can_say_writes_nothing(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="qwen3"):
-        save_model(tmp_path / "m", random_model(replace(SPEC, qk_norm=True)))
-    with pytest.raises(UserError, match=r"lack 'norm.weight'"):
-        save_model(
-            tmp_path / "m",
-            random_model(SPEC),
-            weights={k: v for k, v in random_model(SPEC).state_dict().items() if k != "norm.weight"},
-        )
+    refused("qwen3", save_model, tmp_path / "m", random_model(replace(SPEC, qk_norm=True)))
+    refused(
+        r"lack 'norm.weight'",
+        save_model,
+        tmp_path / "m",
+        random_model(SPEC),
+        weights={k: v for k, v in random_model(SPEC).state_dict().items() if k != "norm.weight"},
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -395,8 +366,7 @@ def test_a_write_that_fails_midway_leaves_the_old_folder(good: Path, tmp_path: P
 def test_no_room_is_noticed_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
-    with pytest.raises(UserError, match=r"the disk has 0.0 MB left"):
-        save_model(tmp_path / "m", random_model(SPEC))
+    refused(r"the disk has 0.0 MB left", save_model, tmp_path / "m", random_model(SPEC))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -512,6 +482,5 @@ def test_a_config_that_asks_for_more_than_the_files_hold_costs_nothing(tmp_path:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, key: value}))
     began = time.monotonic()
-    with pytest.raises(UserError, match=r"asks for 9999 layers|the file has shape"):
-        load_model(folder)
+    refused(r"asks for 9999 layers|the file has shape", load_model, folder)
     assert time.monotonic() - began < 5

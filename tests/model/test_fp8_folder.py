@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from refusals import refused
 from shoestring.cli.inspect import summarize
-from shoestring.errors import UserError
 from shoestring.formats import Fp8, convert, pack, parse_format
 from shoestring.model import load_model, save_model
 from shoestring.model.export import export_model
@@ -89,26 +89,21 @@ def test_one_scale_for_a_whole_weight_and_scales_of_activations(tmp_path: Path) 
 
 def test_what_does_not_fit_is_one_line(tmp_path: Path) -> None:
     packed("int4:g32", tmp_path / "ints")
-    with pytest.raises(UserError, match=r"cannot hold blocks\.0\.attn\.q as int4:g32"):
-        export_model(tmp_path / "ints", tmp_path / "out", "fp8")
+    refused(r"cannot hold blocks\.0\.attn\.q as int4:g32", export_model, tmp_path / "ints", tmp_path / "out", "fp8")
     packed("fp8:b128", tmp_path / "ours")
     export_model(tmp_path / "ours", tmp_path / "theirs", "fp8")
     path = tmp_path / "theirs/model.safetensors"
     tensors = load_file(path)
     name = "model.layers.0.mlp.up_proj.weight_scale_inv"
     save_file({**tensors, name: torch.ones(3, 3)}, path)
-    with pytest.raises(UserError, match=r"has shape \[3, 3\] for a weight of \[160, 192\]"):
-        load_model(tmp_path / "theirs")
+    refused(r"has shape \[3, 3\] for a weight of \[160, 192\]", load_model, tmp_path / "theirs")
     save_file({n: t for n, t in tensors.items() if n != name}, path)
-    with pytest.raises(UserError, match=r"weight_scale_inv' is missing"):
-        load_model(tmp_path / "theirs")
+    refused(r"weight_scale_inv' is missing", load_model, tmp_path / "theirs")
     bad = tensors["model.layers.0.mlp.up_proj.weight"].view(torch.uint8).clone()
     bad[0, 0] = 127
     save_file({**tensors, "model.layers.0.mlp.up_proj.weight": bad.view(torch.float8_e4m3fn)}, path)
-    with pytest.raises(UserError, match="holds NaN values"):
-        load_model(tmp_path / "theirs")
+    refused("holds NaN values", load_model, tmp_path / "theirs")
     config = json.loads((tmp_path / "theirs/config.json").read_text())
     config["quantization_config"]["weight_block_size"] = [64, 64]
     (tmp_path / "theirs/config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=r"weight_block_size is \[64, 64\]"):
-        load_model(tmp_path / "theirs")
+    refused(r"weight_block_size is \[64, 64\]", load_model, tmp_path / "theirs")

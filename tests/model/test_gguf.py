@@ -16,8 +16,8 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from torch import Tensor
 
+from refusals import refused
 from shoestring.cli.app import run_cli
-from shoestring.errors import UserError
 from shoestring.model import Decoder, gguf_file
 from shoestring.model.folder import load_model, read_spec
 from shoestring.model.gguf import load_gguf, read_metadata
@@ -361,8 +361,7 @@ def test_llama3_scaling_is_recognised(tmp_path: Path, vocabulary: dict[str, Any]
         assert (scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_positions) == (1, 4, 8192)
     assert load(np.ones(32, dtype=np.float32)) is None
     for strange in (np.linspace(1, 9, 32, dtype=np.float32), np.full(7, 8, dtype=np.float32)):
-        with pytest.raises(UserError, match="not Llama-3's"):
-            load(strange)
+        refused("not Llama-3's", load, strange)
 
 
 def test_a_factor_without_a_type_is_linear(tmp_path: Path, vocabulary: dict[str, Any]) -> None:
@@ -420,18 +419,15 @@ def test_a_factor_without_a_type_is_linear(tmp_path: Path, vocabulary: dict[str,
 )
 def test_refusals(tmp_path: Path, vocabulary: dict[str, Any], options: dict[str, Any], message: str) -> None:
     path = write_gguf(tmp_path / "m.gguf", vocabulary, tiny_hf("llama"), **options)
-    with pytest.raises(UserError, match=message):
-        load_gguf(path)
+    refused(message, load_gguf, path)
 
 
 def test_the_architecture_is_checked_before_the_types(tmp_path: Path, vocabulary: dict[str, Any]) -> None:
     ids = {"blk.1.ffn_up.weight": (np.ones((128, 64), np.int32), Type.I32)}
     path = write_gguf(tmp_path / "m.gguf", vocabulary, tiny_hf("llama"), arch="mamba", raw=ids)
-    with pytest.raises(UserError, match="architecture 'mamba'"):
-        load_gguf(path)
+    refused("architecture 'mamba'", load_gguf, path)
     path = write_gguf(tmp_path / "m.gguf", vocabulary, tiny_hf("llama"), raw=ids)
-    with pytest.raises(UserError, match=r"ffn_up\.weight' is stored as I32.*supported: F32.*NVFP4"):
-        load_gguf(path)
+    refused(r"ffn_up\.weight' is stored as I32.*supported: F32.*NVFP4", load_gguf, path)
 
 
 def test_the_file_is_read_once_and_only_where_asked(
@@ -453,8 +449,7 @@ def test_the_file_is_read_once_and_only_where_asked(
 def test_vocabulary_larger_than_embedding(tmp_path: Path, vocabulary: dict[str, Any]) -> None:
     longer = {**vocabulary, "tokens": [*vocabulary["tokens"], "<x>", "<y>"]}
     path = write_gguf(tmp_path / "m.gguf", longer, tiny_hf("llama"))
-    with pytest.raises(UserError, match="262 tokens but only 260 embedding rows"):
-        load_gguf(path)
+    refused("262 tokens but only 260 embedding rows", load_gguf, path)
 
 
 def test_damaged_files(tmp_path: Path, vocabulary: dict[str, Any]) -> None:
@@ -462,21 +457,16 @@ def test_damaged_files(tmp_path: Path, vocabulary: dict[str, Any]) -> None:
     path = tmp_path / "cut.gguf"
     for size in (4, 20, 60, 500, 3000, len(whole) // 2, len(whole) - 40):
         path.write_bytes(whole[:size])
-        with pytest.raises(UserError, match="truncated or damaged"):
-            load_gguf(path)
+        refused("truncated or damaged", load_gguf, path)
     at = whole.index(b"tokenizer.ggml.token_type") + len("tokenizer.ggml.token_type") + 8
     path.write_bytes(whole[:at] + struct.pack("<Q", 1 << 50) + whole[at + 8 :])  # a list of 10^15 numbers
-    with pytest.raises(UserError, match="truncated or damaged"):
-        load_gguf(path)
+    refused("truncated or damaged", load_gguf, path)
     path.write_bytes(whole.replace(b"smollm", b"sm\xff\xffm\xff"))  # its kind of vocabulary, which is no text now
-    with pytest.raises(UserError, match="truncated or damaged"):
-        load_gguf(path)
+    refused("truncated or damaged", load_gguf, path)
     for content in (b"", b"PK\x03\x04 something else"):
         path.write_bytes(content)
-        with pytest.raises(UserError, match="not a GGUF file"):
-            load_gguf(path)
-    with pytest.raises(UserError, match="cannot read"):
-        load_gguf(tmp_path / "absent.gguf")
+        refused("not a GGUF file", load_gguf, path)
+    refused("cannot read", load_gguf, tmp_path / "absent.gguf")
 
 
 def test_tensors_lie_one_behind_the_other(tmp_path: Path, vocabulary: dict[str, Any]) -> None:
@@ -487,12 +477,10 @@ def test_tensors_lie_one_behind_the_other(tmp_path: Path, vocabulary: dict[str, 
     path = tmp_path / "moved.gguf"
     for moved in (offset - 32, offset + 32, 0, offset + 4):  # over its neighbours, over a gap, not aligned
         path.write_bytes(whole[:at] + struct.pack("<Q", moved) + whole[at + 8 :])
-        with pytest.raises(UserError, match=r"is damaged: tensor .* begins at byte"):
-            load_gguf(path)
+        refused(r"is damaged: tensor .* begins at byte", load_gguf, path)
     assert run_cli(["inspect", str(path)]) == 2
     os.mkfifo(tmp_path / "pipe.gguf")
-    with pytest.raises(UserError, match="a pipe"):
-        load_gguf(tmp_path / "pipe.gguf")
+    refused("a pipe", load_gguf, tmp_path / "pipe.gguf")
 
 
 @pytest.mark.parametrize(
@@ -518,8 +506,9 @@ def test_vocabularies_of_the_wrong_type(key: str, value: Any) -> None:
         "tokenizer.ggml.token_type": [2, 1],
     }
     assert Tokenizer.from_gguf(fields).vocab_size == 2
-    with pytest.raises(UserError, match=f"tokenizer.ggml.{key}|the GGUF vocabulary"):
-        Tokenizer.from_gguf({**fields, f"tokenizer.ggml.{key}": value})
+    refused(
+        f"tokenizer.ggml.{key}|the GGUF vocabulary", Tokenizer.from_gguf, {**fields, f"tokenizer.ggml.{key}": value}
+    )
 
 
 @pytest.mark.parametrize("call", ["_map", "_parse"])
@@ -572,8 +561,7 @@ def test_other_errors_of_the_reader_keep_their_traceback(
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr("mmap.mmap", unreadable)
-    with pytest.raises(UserError, match=r"cannot read .*m\.gguf"):
-        load_gguf(path)
+    refused(r"cannot read .*m\.gguf", load_gguf, path)
 
 
 # --- the real model -------------------------------------------------------------------------------

@@ -17,8 +17,8 @@ from tokenizers import AddedToken, models, normalizers, pre_tokenizers, processo
 from tokenizers import Tokenizer as Backend
 from torch import Tensor
 
+from refusals import refused
 from shoestring.cli.app import run_cli
-from shoestring.errors import UserError
 from shoestring.evals.model_row import size_of, stored_format
 from shoestring.formats import convert, pack, parse_format
 from shoestring.model import Decoder, load_model, save_model
@@ -225,8 +225,14 @@ def test_a_part_that_numpy_wrote_replaces_nothing(tmp_path: Path, monkeypatch: p
         raise OSError("512 requested and 7 written")  # numpy's, without an errno
 
     monkeypatch.setattr("shoestring.model.gguf_write._write", cut_short)
-    with pytest.raises(UserError, match=r"512 requested and 7 written, perhaps because the disk is full.*free some"):
-        save_gguf(path, model, tiny_tokenizer(), kind="F32")
+    refused(
+        r"512 requested and 7 written, perhaps because the disk is full.*free some",
+        save_gguf,
+        path,
+        model,
+        tiny_tokenizer(),
+        kind="F32",
+    )
     assert path.read_bytes() == b"before" and list(tmp_path.iterdir()) == [path]
 
 
@@ -270,8 +276,7 @@ def test_rotary_scaling_comes_back(kind: str, tmp_path: Path) -> None:
     ],
 )
 def test_what_llama_cpp_does_not_compute_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=message):
-        save_gguf(tmp_path / "m.gguf", random_model(replace(LLAMA, **changes)), tiny_tokenizer())
+    refused(message, save_gguf, tmp_path / "m.gguf", random_model(replace(LLAMA, **changes)), tiny_tokenizer())
     assert list(tmp_path.iterdir()) == []
 
 
@@ -339,22 +344,18 @@ def test_vocabularies_that_llama_cpp_cannot_read_are_refused() -> None:
             vocab_size=200, special_tokens=["<unk>", "</s>"], unk_token="<unk>", show_progress=False
         ),
     )
-    with pytest.raises(UserError, match=r"kind Unigram.*--as dense"):
-        vocabulary_metadata(unigram, unigram.vocab_size)
+    refused(r"kind Unigram.*--as dense", vocabulary_metadata, unigram, unigram.vocab_size)
     words = tiny_tokenizer()
     words.backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Whitespace(), words.backend.pre_tokenizer])
-    with pytest.raises(UserError, match=r"no name in llama\.cpp"):
-        vocabulary_metadata(words, words.vocab_size)
+    refused(r"no name in llama\.cpp", vocabulary_metadata, words, words.vocab_size)
     lower = tiny_tokenizer()
     lower.backend.normalizer = normalizers.Lowercase()
-    with pytest.raises(UserError, match=r"no name in llama\.cpp"):
-        vocabulary_metadata(lower, lower.vocab_size)
+    refused(r"no name in llama\.cpp", vocabulary_metadata, lower, lower.vocab_size)
     ends = tiny_tokenizer()
     ends.backend.post_processor = processors.TemplateProcessing(
         single=["$A", "<|endoftext|>"], special_tokens=[("<|endoftext|>", 0)]
     )
-    with pytest.raises(UserError, match=r"cuts .* otherwise"):
-        vocabulary_metadata(Tokenizer(ends.backend, special=ends.special), 300)
+    refused(r"cuts .* otherwise", vocabulary_metadata, Tokenizer(ends.backend, special=ends.special), 300)
 
 
 # --- the command ----------------------------------------------------------------------------------
@@ -387,8 +388,13 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_k_types_need_llama_cpp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "llama_cpp", None)
-    with pytest.raises(UserError, match="pip install llama-cpp-python"):
-        export_model(tmp_path / "absent", tmp_path / "m.gguf", kind=next(iter(LLAMA_TYPES)))
+    refused(
+        "pip install llama-cpp-python",
+        export_model,
+        tmp_path / "absent",
+        tmp_path / "m.gguf",
+        kind=next(iter(LLAMA_TYPES)),
+    )
 
 
 def test_the_least_bits_of_a_type_are_in_its_name() -> None:

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from foreign_folders import save_gptq_awq
-from shoestring.errors import UserError
+from refusals import refused
 from shoestring.formats import convert, pack, parse_format
 from shoestring.model import Decoder, load_model, save_model
 from shoestring.model.export import export_model
@@ -78,15 +78,15 @@ def test_biases_of_zeros_that_old_packers_added(tmp_path: Path) -> None:
     assert_reads(folder, model)
     added["model.layers.1.mlp.down_proj.bias"][3] = 1
     save_file({**tensors, **added}, folder / "model.safetensors")
-    with pytest.raises(UserError, match=r"'model\.layers\.1\.mlp\.down_proj\.bias' has no place"):
-        load_model(folder)
+    refused(r"'model\.layers\.1\.mlp\.down_proj\.bias' has no place", load_model, folder)
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq"])
 def test_they_are_not_written(method: str, tmp_path: Path) -> None:
     save_model(tmp_path / "p", packed("int4:g32"))
-    with pytest.raises(UserError, match=rf"--as {method} .*still read.*--as compressed-tensors"):
-        export_model(tmp_path / "p", tmp_path / "out", method)
+    refused(
+        rf"--as {method} .*still read.*--as compressed-tensors", export_model, tmp_path / "p", tmp_path / "out", method
+    )
     assert not (tmp_path / "out").exists()
 
 
@@ -120,5 +120,4 @@ def test_folders_that_are_not_read(
         else:
             stored[name] = t.to(torch.int32)
     save_file(stored, tmp_path / "model.safetensors")
-    with pytest.raises(UserError, match=message):
-        load_model(tmp_path)
+    refused(message, load_model, tmp_path)

@@ -10,10 +10,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from layer_plans import BASE, OF_THE_DECODER, SPEC, VALUES, base_of, changed, combinations, decoder, single_changes
+from layer_plans import (
+    BASE,
+    OF_THE_DECODER,
+    SPEC,
+    VALUES,
+    base_of,
+    changed,
+    combinations,
+    decoder,
+    in_the_suite,
+    single_changes,
+)
 from torch import Tensor
 
-from shoestring.errors import UserError
+from refusals import refused
 from shoestring.formats import convert, pack, parse_format
 from shoestring.formats.int8_activations import quantize_activations
 from shoestring.kernels.lowbit.w4a8 import unusable as no_int8
@@ -27,6 +38,9 @@ from shoestring.serve.engine.fused_decoder import FusedDecoder
 from shoestring.serve.engine.runner import Batch, Runner
 
 SINGLE = single_changes()
+IN_THE_SUITE = in_the_suite(SINGLE)
+LAB = [pytest.param(name, marks=pytest.mark.lab) for name in SINGLE if name not in IN_THE_SUITE]
+every_plan = pytest.mark.parametrize("name", [*IN_THE_SUITE, *LAB])
 TOKENS = torch.randint(SPEC.vocab_size, (12,), generator=torch.Generator().manual_seed(1))
 needs_int8 = pytest.mark.skipif(no_int8() is not None, reason=str(no_int8()))
 
@@ -114,8 +128,7 @@ def check_fused(plan: DecoderPlan) -> None:
     if reason is None:
         run = Runner(model, BlockPool(5, 4), graphs=True)
     else:
-        with pytest.raises(UserError, match="cannot run fused"):
-            Runner(model, BlockPool(5, 4), graphs=True)
+        refused("cannot run fused", Runner, model, BlockPool(5, 4), graphs=True)
         run = Runner(model, BlockPool(5, 4))
         run._wanted = True  # as on a GPU
         fall_back.cache_clear()
@@ -126,7 +139,7 @@ def check_fused(plan: DecoderPlan) -> None:
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)  # norms are fp32 in the model
 
 
-@pytest.mark.parametrize("name", SINGLE)
+@every_plan
 def test_the_fused_step(name: str) -> None:
     check_fused(SINGLE[name])
 
@@ -164,7 +177,7 @@ def check_cpu(plan: DecoderPlan, monkeypatch: pytest.MonkeyPatch) -> bool:
 
 
 @needs_int8
-@pytest.mark.parametrize("name", SINGLE)
+@every_plan
 def test_the_cpu_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check_cpu(SINGLE[name], monkeypatch)
 
@@ -180,11 +193,13 @@ def test_the_cpu_steps_on_combinations(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.ranks
-def test_tensor_parallelism(run_ranks: Callable[..., str]) -> None:
-    out = run_ranks(2, Path(__file__).with_name("ranks_layer_plan.py"), timeout=180)
-    refused = {name for name, plan in SINGLE.items() if parallel.SUPPORT.missing(plan)}
+@pytest.mark.parametrize("which", ["suite", pytest.param("all", marks=pytest.mark.lab)])
+def test_tensor_parallelism(which: str, run_ranks: Callable[..., str]) -> None:
+    out = run_ranks(2, Path(__file__).with_name("ranks_layer_plan.py"), which, timeout=180)
+    plans = SINGLE if which == "all" else IN_THE_SUITE
+    refused = {name for name, plan in plans.items() if parallel.SUPPORT.missing(plan)}
     assert refused and out.count("refused") == len(refused) + 1  # and one key/value head is not shared by two
-    assert out.count("same logits") == len(SINGLE) - len(refused) - 1
+    assert out.count("same logits") == len(plans) - len(refused) - 1
 
 
 def test_the_fields_of_the_decoder_are_known() -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
 import torch
 from torch import Tensor
 
-from shoestring.errors import UserError
+from refusals import refused
 from shoestring.model.skip import PASS, SkipSet, StandIn, Sublayer, all_sublayers
 from shoestring.model.spec import ModelSpec
 from shoestring.model.transformer import Decoder
@@ -137,14 +136,10 @@ def test_files_round_trip_and_bad_ones_are_refused(tmp_path: Path) -> None:
         json.dumps({**some_set().to_json(), "skipped": [{**row, "scale": 1.0}]}),
     ):
         path.write_text(bad)
-        with pytest.raises(UserError, match="skip set"):
-            SkipSet.read(path)
-    with pytest.raises(UserError, match="cannot read"):
-        SkipSet.read(tmp_path / "absent.json")
-    with pytest.raises(UserError, match="layer 3"):
-        SkipSet([Sublayer(3, "mlp")]).check(SPEC)
-    with pytest.raises(UserError, match="width is 32"):
-        SkipSet({Sublayer(1, "mlp"): StandIn(torch.ones(31))}).check(SPEC)
+        refused("skip set", SkipSet.read, path)
+    refused("cannot read", SkipSet.read, tmp_path / "absent.json")
+    refused("layer 3", SkipSet([Sublayer(3, "mlp")]).check, SPEC)
+    refused("width is 32", SkipSet({Sublayer(1, "mlp"): StandIn(torch.ones(31))}).check, SPEC)
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from refusals import refused
 from shoestring.errors import UserError
 from shoestring.model.gguf import read_metadata
 from shoestring.model.gguf_vocabulary import vocabulary_metadata
@@ -85,11 +86,9 @@ def test_trained_tokenizer_properties(trained: Tokenizer) -> None:
 
 
 def test_training_rejects_too_small_and_empty() -> None:
-    with pytest.raises(UserError, match="at least 257"):
-        Tokenizer.train(TEXTS, 256)
+    refused("at least 257", Tokenizer.train, TEXTS, 256)
     for nothing in ([], ["", ""]):
-        with pytest.raises(UserError, match="no text"):
-            Tokenizer.train(nothing, 300)
+        refused("no text", Tokenizer.train, nothing, 300)
 
 
 @given(st.text())
@@ -214,8 +213,7 @@ def test_config_decides_extra_tokens(trained: Tokenizer, tmp_path: Path) -> None
     assert Tokenizer.from_file(tmp_path).render_chat(CHAT) == "from the file"
     config["added_tokens_decoder"] = {"999": {"content": "<|im_end|>", "special": True}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match="do not belong together"):
-        Tokenizer.from_file(tmp_path)
+    refused("do not belong together", Tokenizer.from_file, tmp_path)
 
 
 ENDS = [
@@ -300,8 +298,7 @@ def test_gpt2_files_equal_tokenizer_json(trained: Tokenizer, tmp_path: Path) -> 
     text = "def main the naïve 東京" + END_OF_TEXT
     assert tokenizer.encode(text) == _shared().encode(text)
     (tmp_path / "merges.txt").write_text(merges + "\nonlyone\n")
-    with pytest.raises(UserError, match=r"merges\.txt:\d+ is not a merge"):
-        Tokenizer.from_file(tmp_path)
+    refused(r"merges\.txt:\d+ is not a merge", Tokenizer.from_file, tmp_path)
 
 
 @pytest.mark.assets
@@ -320,19 +317,14 @@ def test_gpt2_vocabulary_like_transformers(assets: Path, tmp_path: Path) -> None
 
 
 def test_bad_files(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="does not exist"):
-        Tokenizer.from_file(tmp_path / "no")
-    with pytest.raises(UserError, match=r"expected tokenizer\.json"):
-        Tokenizer.from_file(tmp_path)
+    refused("does not exist", Tokenizer.from_file, tmp_path / "no")
+    refused(r"expected tokenizer\.json", Tokenizer.from_file, tmp_path)
     (tmp_path / "tokenizer.model").write_bytes(b"x")
-    with pytest.raises(UserError, match="SentencePiece"):
-        Tokenizer.from_file(tmp_path)
+    refused("SentencePiece", Tokenizer.from_file, tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(UserError, match=r"not a tokenizer\.json"):
-        Tokenizer.from_file(tmp_path)
+    refused(r"not a tokenizer\.json", Tokenizer.from_file, tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(UserError, match="not valid JSON"):
-        Tokenizer.from_file(tmp_path)
+    refused("not valid JSON", Tokenizer.from_file, tmp_path)
 
 
 # --- chats ----------------------------------------------------------------------------------------
@@ -366,13 +358,11 @@ def test_templates_have_what_hugging_face_offers() -> None:
     ],
 )
 def test_template_errors_are_the_users(template: str | None, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        chat_tokenizer(template).render_chat(CHAT)
+    refused(message, chat_tokenizer(template).render_chat, CHAT)
 
 
 def test_messages_need_a_role() -> None:
-    with pytest.raises(UserError, match="message 0"):
-        chat_tokenizer(CHATML).render_chat([{"content": "x"}])
+    refused("message 0", chat_tokenizer(CHATML).render_chat, [{"content": "x"}])
 
 
 def test_encoded_chat_has_one_bos() -> None:
@@ -426,8 +416,7 @@ def test_gguf_metadata_decides_bos_and_token_types() -> None:
     ],
 )
 def test_bad_gguf_vocabularies(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        Tokenizer.from_gguf(byte_level_fields("smollm", **changes))
+    refused(message, Tokenizer.from_gguf, byte_level_fields("smollm", **changes))
 
 
 def reference_sentencepiece(tokens: list[str], scores: list[float], text: str) -> list[int]:
@@ -542,8 +531,7 @@ def test_merges_without_the_prefix_of_their_file_are_refused(tmp_path: Path, key
     text = Tokenizer.train(["é è ê é è ê"], 260).backend.to_str()  # cut after its first byte, é ends the process
     assert '"continuing_subword_prefix":null' in text
     (tmp_path / "tokenizer.json").write_text(text.replace('"continuing_subword_prefix":null', f'"{key}":"0"'))
-    with pytest.raises(UserError, match="does not fit continuing_subword_prefix='0'"):
-        Tokenizer.from_file(tmp_path)
+    refused("does not fit continuing_subword_prefix='0'", Tokenizer.from_file, tmp_path)
 
 
 def test_padding_and_truncation_of_the_file_are_the_callers_choice(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from refusals import refused
 from shoestring.cli.app import run_cli
-from shoestring.errors import UserError
 from shoestring.formats import convert, pack, parse_format
 from shoestring.model import load_model, save_model
 from shoestring.model.verify import check_intact, read_checksums, verify
@@ -42,8 +42,7 @@ def test_a_flipped_bit_is_found(written: Path, tmp_path: Path, name: str) -> Non
     (folder / name).write_bytes(data)
     if name == "model.safetensors":
         load_model(folder)  # nothing else notices
-    with pytest.raises(UserError, match=f"{name} is not what was written"):
-        check_intact(folder)
+    refused(f"{name} is not what was written", check_intact, folder)
 
 
 def test_missing_and_cut_files(written: Path, tmp_path: Path) -> None:
@@ -52,8 +51,7 @@ def test_missing_and_cut_files(written: Path, tmp_path: Path) -> None:
     (folder / "generation_config.json").write_text("{}")
     said = " ".join(verify(folder).problems)
     assert "tokenizer.json is missing" in said and "generation_config.json has 2 bytes" in said
-    with pytest.raises(UserError, match="2 problems in all"):
-        check_intact(folder)
+    refused("2 problems in all", check_intact, folder)
 
 
 def test_values_that_are_no_numbers_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,5 +90,4 @@ def test_packed_folders_and_runs(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_forged_checksums(written: Path, tmp_path: Path, entry: dict[str, object]) -> None:
     folder = copy(written, tmp_path)
     (folder / "checksums.json").write_text(json.dumps({"files": entry}))
-    with pytest.raises(UserError, match=r"checksums\.json"):
-        verify(folder)
+    refused(r"checksums\.json", verify, folder)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoestring.errors import UserError
+from refusals import refused
 from shoestring.model import ModelSpec
 from shoestring.shrink.calibrate import Calibration, Collector, block_linears, walk, windows
 from tiny import GPT2, QWEN2, loud_model, tokens
@@ -62,8 +62,9 @@ def test_a_store_on_disk_gives_the_same_and_leaves_nothing(tmp_path: Path) -> No
         for name in here.statistics:
             assert torch.equal(here.statistics[name].hessian, there.statistics[name].hessian)
     assert not list(tmp_path.iterdir())
-    with pytest.raises(UserError, match="cannot keep"):
-        next(iter(walk(loud_model(), tokens(), Calibration(memory_gb=0, folder=str(tmp_path / "none")))))
+    refused(
+        "cannot keep", next, iter(walk(loud_model(), tokens(), Calibration(memory_gb=0, folder=str(tmp_path / "none"))))
+    )
 
 
 def test_changes_reach_the_next_block_only_with_quantized_inputs() -> None:
@@ -101,22 +102,17 @@ def test_windows_are_spread_over_the_text_and_deterministic() -> None:
     got = windows(text, 4, 100)
     assert got[:, 0].tolist() == [0, 300, 600, 900] and torch.equal(got, windows(text, 4, 100))
     assert torch.equal(windows(text, 1, 1000)[0], text)
-    with pytest.raises(UserError, match="longer text"):
-        windows(text, 11, 100)
-    with pytest.raises(UserError, match="not possible"):
-        windows(text, 0, 100)
+    refused("longer text", windows, text, 11, 100)
+    refused("not possible", windows, text, 0, 100)
 
 
 def test_bad_calibration_is_named() -> None:
     model = loud_model()
-    with pytest.raises(UserError, match="vocabulary"):
-        next(iter(walk(model, torch.full((1, 8), 96))))
-    with pytest.raises(UserError, match="64 positions"):
-        next(iter(walk(model, tokens(1, 65))))
+    refused("vocabulary", next, iter(walk(model, torch.full((1, 8), 96))))
+    refused("64 positions", next, iter(walk(model, tokens(1, 65))))
     with torch.no_grad():
         model.blocks[1].attn_norm.weight[3] = float("nan")  # type: ignore[union-attr]
-    with pytest.raises(UserError, match=r"inputs of blocks\.1\.attn\.q are not finite"):
-        list(walk(model, tokens()))
+    refused(r"inputs of blocks\.1\.attn\.q are not finite", list, walk(model, tokens()))
 
 
 def test_hooks_are_gone_afterwards() -> None:

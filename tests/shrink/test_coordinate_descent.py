@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoestring.errors import UserError
+from refusals import refused
 from shoestring.formats import GridFormat, Parts, parse_format
 from shoestring.methods.sparse24.kernels.masks import is_24, mask24
 from shoestring.shrink.chosen_grid import ChosenGrid, round_to_nearest, snap_to_grid, state_of
@@ -100,5 +100,4 @@ def test_without_inputs_nothing_moves() -> None:
 
 def test_names_and_refused_settings() -> None:
     assert (Gptq(sweeps=3).name, Gptq(clip=Clip(), sweeps=1).name) == ("gptq+cd", "gptq+clip+cd")
-    with pytest.raises(UserError, match="-1 sweeps"):
-        Gptq(sweeps=-1)
+    refused("-1 sweeps", Gptq, sweeps=-1)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from shoestring.errors import UserError
+from refusals import refused
 from shoestring.formats import formats_of
 from shoestring.model.encoder import load_encoder_module, save_packed_encoder
 from shoestring.model.verify import verify
@@ -71,8 +71,7 @@ def test_a_bert_from_the_command_line(
     assert len(told["layers"]) == 12 and all(layer["output_error"] is not None for layer in told["layers"])
     save_packed_encoder(here / "small/model", model, bert)  # a folder of ours is replaced, and the user's own is not
     (here / "small/model/1_Pooling/notes.txt").touch()
-    with pytest.raises(UserError, match="it holds '1_Pooling'"):
-        save_packed_encoder(here / "small/model", model, bert)
+    refused("it holds '1_Pooling'", save_packed_encoder, here / "small/model", model, bert)
 
     assert rows[1]["least_similarity"] < rows[1]["similarity"] < 1
 
@@ -123,8 +122,12 @@ def test_damaged_folders_are_one_line(bert: Path, here: Path, cli: Callable[...,
     file = here / "cut/model/packed.safetensors"
     whole = load_file(file)
     save_file({n: t for n, t in whole.items() if n != "embeddings.LayerNorm.bias"}, file)
-    with pytest.raises(UserError, match=r"only config.json has 'embeddings\.LayerNorm\.bias'"):
-        load_encoder_module(here / "cut/model", "cpu", torch.float32)
+    refused(
+        r"only config.json has 'embeddings\.LayerNorm\.bias'",
+        load_encoder_module,
+        here / "cut/model",
+        "cpu",
+        torch.float32,
+    )
     save_file({**whole, "embeddings.LayerNorm.bias": torch.zeros(3)}, file)
-    with pytest.raises(UserError, match="has shape"):
-        load_encoder_module(here / "cut/model", "cpu", torch.float32)
+    refused("has shape", load_encoder_module, here / "cut/model", "cpu", torch.float32)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoestring.errors import UserError
+from refusals import refused
 from shoestring.formats import GridFormat, parse_format
 from shoestring.formats.groups import split
 from shoestring.shrink.chosen_grid import ChosenGrid, round_to_nearest, snap_to_grid, state_of
@@ -113,10 +113,8 @@ def test_gptq_on_hessians_without_full_rank() -> None:
     assert torch.equal(gptq(w, torch.zeros(128, 128), format, state).weight, round_to_nearest(w, format, state).weight)
     assert inverse_factor(torch.eye(4), 0.01).diagonal() == pytest.approx([1.01**-0.5] * 4)
     for damping in (0, 1e300, float("nan")):
-        with pytest.raises(UserError, match="damping"):
-            Gptq(damping=damping)
-    with pytest.raises(UserError, match=r"damping=1e-18 is too little .* width 128"):
-        gptq(w, hessian(x[:16]), format, state, Gptq(damping=1e-18))
+        refused("damping", Gptq, damping=damping)
+    refused(r"damping=1e-18 is too little .* width 128", gptq, w, hessian(x[:16]), format, state, Gptq(damping=1e-18))
 
 
 def test_blocks_end_with_groups() -> None:
@@ -181,8 +179,7 @@ def test_the_objective_is_the_output_error_on_the_tokens() -> None:
 
 
 def test_clip_settings_are_checked_and_query_and_key_left() -> None:
-    with pytest.raises(UserError, match="smallest"):
-        Clip(smallest=1.5)
+    refused("smallest", Clip, smallest=1.5)
     w, h = random_weight(), hessian(correlated())
     format, state = setup("int2:g64", w)
     from shoestring.shrink.calibrate import Statistics

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoestring.errors import UserError
+from refusals import refused
 from shoestring.formats import Dense, convert, formats_of, pack, parse_format
 from shoestring.formats.convert import format_linears
 from shoestring.shrink.mixed_bits import FormatOption, LayerGroup, choose_formats, knapsack, measure_damage
@@ -78,10 +78,8 @@ def test_bits_go_where_the_damage_is() -> None:
     told = mix.to_json()
     assert told["exact"] and told["units"][1]["options"] == {"int2:g32": 9.0, "int3:g32": 2.0, "int4:g32": 0.1}
     assert {o.format.label for o in choose_formats(units, 16).chosen} == {"int4:g32"}
-    with pytest.raises(UserError, match=r"too small: the smallest candidates need 2\.750"):
-        choose_formats(units, 2.7)
-    with pytest.raises(UserError, match="there are none"):
-        choose_formats([], 3.0)
+    refused(r"too small: the smallest candidates need 2\.750", choose_formats, units, 2.7)
+    refused("there are none", choose_formats, [], 3.0)
 
 
 # -- measuring -----------------------------------------------------------------------------------------------
@@ -154,17 +152,19 @@ def test_blocks_as_units_dense_as_a_candidate_and_stopped_runs(tmp_path: Path) -
     assert file.read_text().splitlines()[0] == first and len(file.read_text().splitlines()) == 4
     assert [u.options for u in units] == [u.options for u in measure_damage(model, formats, CALIB, units="block")]
     assert all(u.options[1].damage == 0 and u.options[0].damage > 0 for u in units)
-    with pytest.raises(UserError, match="another text"):
-        measure_damage(model, formats, CALIB[:1], units="block", file=file)
+    refused("another text", measure_damage, model, formats, CALIB[:1], units="block", file=file)
 
 
 def test_bad_input_is_named() -> None:
-    with pytest.raises(UserError, match="two or more different"):
-        measure_damage(loud_model(), [FORMATS[0], FORMATS[0]], CALIB)
-    with pytest.raises(UserError, match=r"blocks\.0\.attn\.q: Group 48 does not divide"):
-        measure_damage(loud_model(), [*FORMATS, parse_format("int8:g48")], CALIB)
+    refused("two or more different", measure_damage, loud_model(), [FORMATS[0], FORMATS[0]], CALIB)
+    refused(
+        r"blocks\.0\.attn\.q: Group 48 does not divide",
+        measure_damage,
+        loud_model(),
+        [*FORMATS, parse_format("int8:g48")],
+        CALIB,
+    )
     bad = loud_model()
     with torch.no_grad():
         bad.blocks[2].attn.o.weight[0, 0] = float("inf")  # type: ignore[union-attr]
-    with pytest.raises(UserError, match=r"blocks\.2\.attn\.o\.weight holds NaN"):
-        measure_damage(bad, FORMATS, CALIB)
+    refused(r"blocks\.2\.attn\.o\.weight holds NaN", measure_damage, bad, FORMATS, CALIB)

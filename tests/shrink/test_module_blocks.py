@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoestring.errors import UserError
+from refusals import refused
 from shoestring.formats import FormatLinear, formats_of, pack, parse_format, self_check
 from shoestring.model.module_blocks import ModuleBlocks
 from shoestring.shrink.calibrate import walk
@@ -85,8 +85,7 @@ def test_scales_move_where_the_output_stays(kind: str) -> None:
 
 def test_what_is_no_chain_of_equal_inputs_is_said() -> None:
     model, layers, inputs = encoder("bert")
-    with pytest.raises(UserError, match="no chain"):
-        ModuleBlocks(model, list(layers)[::-1]).embed_inputs(inputs)
+    refused("no chain", ModuleBlocks(model, list(layers)[::-1]).embed_inputs, inputs)
 
     class Padded(nn.Module):
         def __init__(self, inner: nn.Module) -> None:
@@ -96,5 +95,4 @@ def test_what_is_no_chain_of_equal_inputs_is_said() -> None:
         def forward(self, ids: Tensor) -> Any:
             return self.inner(ids, attention_mask=(ids > 20).long())
 
-    with pytest.raises(UserError, match="masks that differ"):
-        ModuleBlocks(Padded(model), layers).embed_inputs(inputs)
+    refused("masks that differ", ModuleBlocks(Padded(model), layers).embed_inputs, inputs)

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from refusals import refused
 from shoestring.cli.app import run_cli
-from shoestring.errors import UserError, as_command, during, memory_line, out_of_memory
+from shoestring.errors import as_command, during, memory_line, out_of_memory
 from shoestring.methods.distill import cakld
 from shoestring.methods.drafter import stages as drafter_stages
 from shoestring.methods.sparse24 import stages
@@ -225,12 +226,18 @@ def test_the_least_that_a_pass_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, width = torch.device("cpu"), 4 * 100
     data.check_pass(40, 1000, width, cpu, torch.float32)  # 1,600 bytes a token, 1,600,000 a row
     said = r"41 rows of context=1000 in one pass need 0\.1 GB .* enough for 40 rows: make"
-    with pytest.raises(UserError, match=said):
-        data.check_pass(41, 1000, width, cpu, torch.float32)
+    refused(said, data.check_pass, 41, 1000, width, cpu, torch.float32)
     data.check_pass(80, 1000, width, cpu, torch.bfloat16)
     monkeypatch.undo()
-    with pytest.raises(UserError, match=r"1,000,000 rows of context=2048 in one pass need 141,557\.8 GB .* has "):
-        data.check_pass(1_000_000, 2048, 30 * 576, cpu, torch.float32)  # on any machine
+    refused(
+        r"1,000,000 rows of context=2048 in one pass need 141,557\.8 GB .* has ",
+        data.check_pass,
+        1_000_000,
+        2048,
+        30 * 576,
+        cpu,
+        torch.float32,
+    )  # on any machine
 
 
 @pytest.mark.parametrize(
@@ -283,8 +290,7 @@ def test_no_memory_for_a_finished_block_does_not_blame_its_file(
     with pytest.raises(torch.OutOfMemoryError):
         files.load(0, block)
     monkeypatch.setattr(block, "load_state_dict", full(0, print, RuntimeError("size mismatch")))
-    with pytest.raises(UserError, match="delete it and go on"):
-        files.load(0, block)
+    refused("delete it and go on", files.load, 0, block)
 
 
 # -- the clip search of the recipes that train ---------------------------------------------------------------
@@ -295,8 +301,9 @@ CLIPPING = {
 }
 
 
-@pytest.mark.parametrize("recipe", CLIPPING)
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), torch.OutOfMemoryError(GPU)], ids=["kill", "memory"])
+@pytest.mark.parametrize(
+    ("recipe", "error"), zip(CLIPPING, (KeyboardInterrupt(), torch.OutOfMemoryError(GPU)), strict=True), ids=str
+)
 def test_a_stopped_clip_search_goes_on_at_the_next_block(
     recipe: str,
     error: BaseException,

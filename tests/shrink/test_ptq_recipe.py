@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from interrupted import dying
+from refusals import refused
 from shoestring.cli.app import run_cli
-from shoestring.errors import UserError
 from shoestring.evals.model_row import check_apart
 from shoestring.model import load_model, save_model
 from shoestring.recipes.shrink import ptq
@@ -128,12 +128,9 @@ def test_calibration_on_several_texts_and_on_what_the_model_writes(
     assert torch.equal(calibration_windows(loaded, "model", None, 3, 16, "gptq"), read[1])
     assert "the model writes 3 windows" in capsys.readouterr().out
     loaded.model.compute_dtype = torch.bfloat16  # as when it is streamed
-    with pytest.raises(UserError, match="needs a calibration text"):
-        calibration_windows(loaded, "model", None, 3, 16, "gptq")
-    with pytest.raises(UserError, match="2 texts and calib_windows=1"):
-        calibration_windows(loaded, "model", "calib.txt,own", 1, 16, "gptq")
-    with pytest.raises(UserError, match="the same file"):
-        check_apart({"text": "calib.txt", "calib": "test.txt,calib.txt"}, "calib")
+    refused("needs a calibration text", calibration_windows, loaded, "model", None, 3, 16, "gptq")
+    refused("2 texts and calib_windows=1", calibration_windows, loaded, "model", "calib.txt,own", 1, 16, "gptq")
+    refused("the same file", check_apart, {"text": "calib.txt", "calib": "test.txt,calib.txt"}, "calib")
 
 
 @pytest.mark.parametrize("place", ["before", "after"])

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from refusals import refused
 from shoestring.errors import UserError
 from shoestring.formats import FormatLinear, convert, formats_of, pack, packed_state, parse_format
 from shoestring.model import Decoder, ModelSpec, load_model, save_model
@@ -200,8 +201,7 @@ def test_a_stopped_run_ends_with_the_same_bits(name: str, tmp_path: Path) -> Non
     for (name, t), (_, other) in zip(model.state_dict().items(), whole.state_dict().items(), strict=True):
         assert torch.equal(t, other), name
     files.path(1).write_bytes(b"damaged")
-    with pytest.raises(UserError, match="block-00001"):
-        go_on(None)
+    refused("block-00001", go_on, None)
 
 
 # -- rules and bad input -------------------------------------------------------------------------------------
@@ -241,10 +241,8 @@ def test_bad_models_and_rules_are_named_before_any_work() -> None:
     assert "int4:g32 already" in fails(packed)
     pack(packed)
     assert "int4:g32 already" in fails(packed)
-    with pytest.raises(UserError, match="matches no linear layer"):
-        plan(loud_model(), [("*.mpl.*", parse_format("int4"))], ())
-    with pytest.raises(UserError, match="AWQ with 0 ratios"):
-        Awq(ratios=0)
+    refused("matches no linear layer", plan, loud_model(), [("*.mpl.*", parse_format("int4"))], ())
+    refused("AWQ with 0 ratios", Awq, ratios=0)
 
 
 def test_constant_and_zero_weights_survive_every_method() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoestring.errors import UserError
+from refusals import refused
 from shoestring.model import Decoder, Tokenizer
 from shoestring.runlog import read_jsonl
 from shoestring.serve.engine.engine import Commit, Engine
@@ -113,13 +113,11 @@ def test_a_finished_file_is_kept_and_another_refused(
     with monkeypatch.context() as patch:
         patch.setattr(Engine, "step", lambda self: pytest.fail("nothing is left to do"))
         generate_text(model, tokenizer, PROMPTS, out, sampling=SAMPLING)
-    with pytest.raises(UserError, match="exists already"):
-        generate_text(model, tokenizer, PROMPTS, out, sampling=replace(SAMPLING, seed=6))
+    refused("exists already", generate_text, model, tokenizer, PROMPTS, out, sampling=replace(SAMPLING, seed=6))
     other = loud_model(replace(QWEN2, vocab_size=tokenizer.vocab_size))
     with torch.no_grad():
         other.embed.weight.mul_(1.01)
-    with pytest.raises(UserError, match="exists already"):
-        generate_text(other, tokenizer, PROMPTS, out, sampling=SAMPLING)
+    refused("exists already", generate_text, other, tokenizer, PROMPTS, out, sampling=SAMPLING)
     assert out.read_bytes() == before
 
 
@@ -134,14 +132,13 @@ def test_the_corpus_counts_completions_only(model: Decoder, tokenizer: Tokenizer
 
 
 def test_bad_input(model: Decoder, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match=r"\.jsonl"):
-        generate_text(model, tokenizer, PROMPTS, tmp_path / "self.txt")
-    with pytest.raises(UserError, match="no prompts"):
-        generate_text(model, tokenizer, ["  "], tmp_path / "self.jsonl")
+    refused(r"\.jsonl", generate_text, model, tokenizer, PROMPTS, tmp_path / "self.txt")
+    refused("no prompts", generate_text, model, tokenizer, ["  "], tmp_path / "self.jsonl")
     # A model that ends every text at once: all mass on EOS.
     monkeypatch.setattr(Commit, "_after_token", lambda *a: "stop")
-    with pytest.raises(UserError, match="ended every text at once"):
-        generate_text(model, tokenizer, PROMPTS, tmp_path / "self.jsonl", sampling=SAMPLING)
+    refused(
+        "ended every text at once", generate_text, model, tokenizer, PROMPTS, tmp_path / "self.jsonl", sampling=SAMPLING
+    )
     assert not list(tmp_path.iterdir())
 
 
@@ -167,8 +164,6 @@ def test_read_prompts(tmp_path: Path) -> None:
     (tmp_path / "alpaca.json").write_text(json.dumps([{"instruction": "Sum:", "input": "1 2"}, "plain"]))
     assert read_prompts(str(tmp_path / "alpaca.json")) == ["Sum:\n1 2", "plain"]
     (tmp_path / "empty.txt").write_text("a b c\n")
-    with pytest.raises(UserError, match="gives no prompt"):
-        read_prompts(str(tmp_path / "empty.txt"))
+    refused("gives no prompt", read_prompts, str(tmp_path / "empty.txt"))
     (tmp_path / "bad.jsonl").write_text("{")
-    with pytest.raises(UserError, match="is not valid JSON"):
-        read_prompts(str(tmp_path / "bad.jsonl"))
+    refused("is not valid JSON", read_prompts, str(tmp_path / "bad.jsonl"))

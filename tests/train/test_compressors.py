@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoestring.errors import UserError
+from refusals import refused
 from shoestring.train.reducers.compressed import choose, trained_parameters
 from shoestring.train.reducers.compressor import At, Compressor
 from shoestring.train.reducers.demo import chunk_size, dct, from_chunks, from_frequencies, to_chunks, to_frequencies
@@ -177,8 +177,7 @@ def test_a_bad_gradient_is_a_step_to_go_back_from() -> None:
     ],
 )
 def test_bad_names_say_what_is_possible(text: str, said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        parse_compressor(text)
+    refused(said, parse_compressor, text)
 
 
 def test_defaults_of_names() -> None:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoestring.errors import UserError
+from refusals import refused
 from shoestring.train.corpus import Document, Reading, documents, list_files
 from shoestring.train.corpus import _read_text as read_text
 
@@ -84,8 +84,7 @@ def test_jsonl_with_text_and_with_prompts(tmp_path: Path) -> None:
 )
 def test_bad_jsonl_names_the_line(tmp_path: Path, line: str, message: str) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n' + line)
-    with pytest.raises(UserError, match=message):
-        texts(tmp_path / "a.jsonl")
+    refused(message, texts, tmp_path / "a.jsonl")
 
 
 def test_parquet(tmp_path: Path) -> None:
@@ -96,31 +95,24 @@ def test_parquet(tmp_path: Path) -> None:
     pq.write_table(pa.table({"prompt": ["q"], "completion": ["a"]}), tmp_path / "b.parquet")
     assert list(documents(str(tmp_path / "b.parquet"))) == [Document("a", "q")]
     pq.write_table(pa.table({"body": ["q"]}), tmp_path / "c.parquet")
-    with pytest.raises(UserError, match=r"columns \['body'\]"):
-        texts(tmp_path / "c.parquet")
+    refused(r"columns \['body'\]", texts, tmp_path / "c.parquet")
     pq.write_table(pa.table({"text": ["x", None]}), tmp_path / "d.parquet")
-    with pytest.raises(UserError, match="row 2"):
-        texts(tmp_path / "d.parquet")
+    refused("row 2", texts, tmp_path / "d.parquet")
     (tmp_path / "e.parquet").write_bytes(b"PAR1 not really")
-    with pytest.raises(UserError, match="not a readable parquet"):
-        texts(tmp_path / "e.parquet")
+    refused("not a readable parquet", texts, tmp_path / "e.parquet")
 
 
 def test_not_utf8_names_file_and_byte(tmp_path: Path) -> None:
     file = tmp_path / "a.txt"
     file.write_bytes(b"caf\xe9 au lait")
-    with pytest.raises(UserError, match=r"a\.txt is not UTF-8 text: byte 3 "):
-        texts(file)
+    refused(r"a\.txt is not UTF-8 text: byte 3 ", texts, file)
     file.write_bytes("é".encode() * 600_000 + b"\xff")  # past the first block, which ends inside a character
-    with pytest.raises(UserError, match="byte 1200000 "):
-        texts(file)
+    refused("byte 1200000 ", texts, file)
     file.write_bytes(b"ends inside a character \xe2\x82")
-    with pytest.raises(UserError, match="byte 24 "):
-        texts(file)
+    refused("byte 24 ", texts, file)
     lines = tmp_path / "a.jsonl"
     lines.write_bytes(b'{"text": "ok"}\n{"text": "\xff"}')
-    with pytest.raises(UserError, match="byte 25 "):
-        texts(lines)
+    refused("byte 25 ", texts, lines)
 
 
 def test_byte_order_mark_is_dropped(tmp_path: Path) -> None:
@@ -140,15 +132,11 @@ def test_folders_and_globs_in_order(tmp_path: Path) -> None:
 
 
 def test_sources_that_are_not(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"data=pyton does not exist.*a folder.*Did you mean 'python'"):
-        texts("pyton")
-    with pytest.raises(UserError, match=r"holds no \.txt"):
-        texts(tmp_path)
-    with pytest.raises(UserError, match="matches"):
-        texts(f"{tmp_path}/*.txt")
+    refused(r"data=pyton does not exist.*a folder.*Did you mean 'python'", texts, "pyton")
+    refused(r"holds no \.txt", texts, tmp_path)
+    refused("matches", texts, f"{tmp_path}/*.txt")
     (tmp_path / "a.csv").write_text("x")
-    with pytest.raises(UserError, match=r"'\.csv'; corpora are"):
-        texts(tmp_path / "a.csv")
+    refused(r"'\.csv'; corpora are", texts, tmp_path / "a.csv")
 
 
 def test_unreadable_file() -> None:
@@ -161,8 +149,7 @@ def test_unreadable_file() -> None:
         if root:
             os.seteuid(65534)
         try:
-            with pytest.raises(UserError, match="cannot read"):
-                texts(folder)
+            refused("cannot read", texts, folder)
         finally:
             if root:
                 os.seteuid(0)
@@ -219,15 +206,12 @@ def test_parquet_columns_that_are_no_texts(tmp_path: Path) -> None:
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     for values, kind in (([1, 2], "int64"), ([["a"], ["b"]], "list"), ([{"x": "a"}], "struct"), ([b"a"], "binary")):
         parquet.write_table(pyarrow.table({"text": values}), tmp_path / "a.parquet")
-        with pytest.raises(UserError, match=f"the column text is {kind}"):
-            list(documents(str(tmp_path / "a.parquet")))
+        refused(f"the column text is {kind}", list, documents(str(tmp_path / "a.parquet")))
     parquet.write_table(pyarrow.table({"text": ["a", None]}), tmp_path / "a.parquet")
-    with pytest.raises(UserError, match="row 2 has the fields"):
-        list(documents(str(tmp_path / "a.parquet")))
+    refused("row 2 has the fields", list, documents(str(tmp_path / "a.parquet")))
 
 
 def test_endless_emptiness_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoestring.train.corpus._MOST_EMPTY", 10)
     (tmp_path / "a.jsonl").write_text('{"text": " "}\n' * 11)
-    with pytest.raises(UserError, match="11 documents without text in a row"):
-        list(documents(str(tmp_path / "a.jsonl")))
+    refused("11 documents without text in a row", list, documents(str(tmp_path / "a.jsonl")))

@@ -100,7 +100,7 @@ class Tried:
         return self.passes()
 
 
-@pytest.mark.parametrize("method, captures", [("fst", 2), ("controlled", 3), ("sste", 1)])
+@pytest.mark.parametrize(("method", "captures"), [("controlled", 3), ("sste", 1)])
 def test_clocks_and_formats_of_2_4_training_are_followed(
     method: str, captures: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoestring.errors import UserError
+from refusals import refused
 from shoestring.mesh import Mesh
 from shoestring.train.data import Micro, TokenData
 from shoestring.train.pretraining import validation_data
@@ -131,8 +131,7 @@ def test_state_that_does_not_fit_is_refused() -> None:
         (TokenData(make_shards(401), **{**options, "batch": 4}), "batch was 8, is 4"),
         (TokenData(make_shards(401), **{**options, "seed": 2}), "seed was 1, is 2"),
     ):
-        with pytest.raises(UserError, match=f"cannot resume to the exact token.*{message}"):
-            changed.load_state_dict(state)
+        refused(f"cannot resume to the exact token.*{message}", changed.load_state_dict, state)
 
 
 @pytest.mark.parametrize(
@@ -147,8 +146,7 @@ def test_state_that_does_not_fit_is_refused() -> None:
     ],
 )
 def test_bad_sizes(options: dict[str, int], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        TokenData(make_shards(101), **{"context": 4, "seed": 0, **options})
+    refused(message, TokenData, make_shards(101), **{"context": 4, "seed": 0, **options})
 
 
 def test_sizes_per_step() -> None:

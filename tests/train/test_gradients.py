@@ -10,6 +10,7 @@ import torch
 from sparse24_runs import fit, new_run
 from torch import Tensor
 
+from refusals import refused
 from shoestring.errors import UserError
 from shoestring.formats import FormatLinear
 from shoestring.state.checkpointer import Checkpointer
@@ -50,8 +51,7 @@ def test_a_bad_loss_is_called_one(tmp_path: Path) -> None:
     run, hooks = new_run("ast")
     with torch.no_grad():
         run.model.get_parameter("norm.weight").fill_(float("nan"))
-    with pytest.raises(UserError, match=r"step 1: the loss and with it every gradient .*no checkpoint yet"):
-        fit(run, 3, hooks)
+    refused(r"step 1: the loss and with it every gradient .*no checkpoint yet", fit, run, 3, hooks)
 
 
 def test_on_a_device_the_first_bad_step_is_remembered() -> None:
@@ -71,8 +71,7 @@ def test_on_a_device_the_first_bad_step_is_remembered() -> None:
         watch.see(step, total, params, torch.tensor(norms))
         if step == 1:
             watch.check(lambda: None)
-    with pytest.raises(UserError, match=r"step 2: the gradient of 1\.weight is NaN"):
-        watch.check(lambda: None)
+    refused(r"step 2: the gradient of 1\.weight is NaN", watch.check, lambda: None)
 
 
 def test_a_hook_that_stumbles_over_spoilt_weights_does_not_speak_first(
@@ -90,8 +89,14 @@ def test_a_hook_that_stumbles_over_spoilt_weights_does_not_speak_first(
     monkeypatch.setattr(GradientWatch, "check", lambda watch, last: late(watch, last) if run.step >= 8 else None)
     run, hooks = new_run("ast", tmp_path)  # new masks every fourth step
     spoil(run.model.get_submodule("blocks.1.mlp.down"), after=2 * 6, value=float("nan"))  # type: ignore[arg-type]
-    with pytest.raises(UserError, match=r"step 7: the gradient of blocks.1.mlp.down.weight .*step-00000004"):
-        fit(run, 20, hooks, checkpointer=Checkpointer(tmp_path / "checkpoints", every=4))
+    refused(
+        r"step 7: the gradient of blocks.1.mlp.down.weight .*step-00000004",
+        fit,
+        run,
+        20,
+        hooks,
+        checkpointer=Checkpointer(tmp_path / "checkpoints", every=4),
+    )
     assert run.step == 8
 
 
@@ -101,5 +106,4 @@ def test_on_a_gpu() -> None:
     model = torch.nn.Linear(2, 2, bias=False).cuda()
     watch = GradientWatch(model)
     watch.see(1, torch.tensor(float("nan"), device="cuda"), [model.weight], torch.tensor([float("nan")], device="cuda"))
-    with pytest.raises(UserError, match="step 1"):
-        watch.check(lambda: None)
+    refused("step 1", watch.check, lambda: None)

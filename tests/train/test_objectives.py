@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from shoestring.errors import UserError
+from refusals import refused
 from shoestring.model import Decoder, Head, ModelSpec
 from shoestring.train.objectives import CHUNK_BYTES, CrossEntropy, Distill, chunked_head, default_chunk
 from shoestring.train.step import IGNORED, Micro
@@ -119,5 +119,9 @@ def test_a_student_equal_to_its_teacher_has_no_loss() -> None:
 
 
 def test_distillation_refuses_another_vocabulary() -> None:
-    with pytest.raises(UserError, match="vocabulary"):
-        Distill(tiny(50))(tiny(97), Micro(torch.zeros(1, 4).long(), torch.zeros(1, 4).long(), torch.zeros(1, 4).long()))
+    refused(
+        "vocabulary",
+        Distill(tiny(50)),
+        tiny(97),
+        Micro(torch.zeros(1, 4).long(), torch.zeros(1, 4).long(), torch.zeros(1, 4).long()),
+    )

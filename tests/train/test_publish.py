@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from refusals import refused
 from shoestring.errors import UserError
 from shoestring.formats import convert, keep_decoded, pack, parse_format
 from shoestring.mesh import open_mesh
@@ -164,8 +165,7 @@ def test_what_all_ranks_send_must_be_the_same(publishing: Publishing) -> None:
     snapshot, name = servers[1]._snapshot, "blocks.0.mlp.up.weight"
     for forms in snapshot._encoded[name].values():  # type: ignore[union-attr]
         forms["table"].mul_(2)
-    with pytest.raises(UserError, match=f"sent different 'table' of '{name}'"):
-        pull.pull(2)
+    refused(f"sent different 'table' of '{name}'", pull.pull, 2)
     for one in (pull, whole, *servers):
         one.close()
 
@@ -175,8 +175,7 @@ def test_ranks_on_other_hosts_are_followed_where_that_is_allowed(publishing: Pub
     servers = shards(publishing, 2)
     servers[0].endpoints = [servers[0].address, ("127.0.0.2", servers[1].address[1])]
     target = WeightTarget(random_model(QWEN2, 1))
-    with pytest.raises(UserError, match=r"is at '127.0.0.2', another host .* --follow-host"):
-        WeightPull(servers[0].address, target)
+    refused(r"is at '127.0.0.2', another host .* --follow-host", WeightPull, servers[0].address, target)
     with pytest.raises(ConnectionRefusedError):  # allowed, and nobody listens there
         WeightPull(servers[0].address, target, hosts=["127.0.0.2"])
     for server in servers:
@@ -209,24 +208,20 @@ def test_a_model_of_another_kind_is_refused_by_name(publishing: Publishing) -> N
         (replace(QWEN2, vocab_size=97), "has shape"),
     ]
     for spec, line in cases:
-        with pytest.raises(UserError, match=line):
-            WeightPull(publishing.address, WeightTarget(random_model(spec)))
+        refused(line, WeightPull, publishing.address, WeightTarget(random_model(spec)))
 
 
 def test_keys_addresses_and_strangers(publishing: Publishing, monkeypatch: pytest.MonkeyPatch) -> None:
     publishing.train(2)
     target = WeightTarget(random_model(QWEN2))
     monkeypatch.setenv(exchange.KEY, "another")
-    with pytest.raises(UserError, match="the key is wrong"):
-        WeightPull(publishing.address, target)
+    refused("the key is wrong", WeightPull, publishing.address, target)
     monkeypatch.delenv(exchange.KEY)
     for text in ("29600", "host:", ":1", "host:port", "host:99999"):
-        with pytest.raises(UserError, match="is not an address"):
-            parse_address(text)
+        refused("is not an address", parse_address, text)
     assert parse_address("[::1]:29600") == ("::1", 29600)
-    with pytest.raises(UserError, match="cannot publish at"):
-        Publishing(random_model(QWEN2), Path("/nowhere"), "203.0.113.7:1")
-    for address, insecure, refused in (
+    refused("cannot publish at", Publishing, random_model(QWEN2), Path("/nowhere"), "203.0.113.7:1")
+    for address, insecure, said_no in (
         ("127.0.0.1:1", False, False),
         ("[::1]:1", False, False),
         ("localhost:1", False, False),
@@ -235,7 +230,7 @@ def test_keys_addresses_and_strangers(publishing: Publishing, monkeypatch: pytes
         ("10.0.0.7:1", True, False),
         ("0.0.0.0:1", False, True),
     ):
-        with pytest.raises(UserError, match="set SHOESTRING_PUBLISH_KEY") if refused else nullcontext():
+        with pytest.raises(UserError, match="set SHOESTRING_PUBLISH_KEY") if said_no else nullcontext():
             check_publish(address, insecure)
     monkeypatch.setenv(exchange.KEY, "secret")
     check_publish("10.0.0.7:1", False)
@@ -276,8 +271,7 @@ def test_a_damaged_or_broken_transfer_gives_nothing(publishing: Publishing, monk
 
     pull = WeightPull(publishing.address, target)
     monkeypatch.setattr(exchange.zlib, "crc32", damaging)
-    with pytest.raises(UserError, match="arrived damaged"):
-        pull.pull(2)
+    refused("arrived damaged", pull.pull, 2)
     monkeypatch.undo()
     pull.close()
 
@@ -295,8 +289,7 @@ def test_what_cannot_be_sent_is_refused_by_name(publishing: Publishing) -> None:
     trained.run.log = publishing.run.log
     trained.train(1)
     pull = WeightPull(trained.address, WeightTarget(random_model(QWEN2, 1)))
-    with pytest.raises(UserError, match="trains in"):
-        pull.pull(2)
+    refused("trains in", pull.pull, 2)
     pull.close()
     served = packed(random_model(QWEN2, 1))
     keep_decoded(served, dtype=torch.float32)
@@ -368,17 +361,14 @@ def test_what_cannot_follow_is_one_line(
     name = "blocks.0.mlp.down.weight"
     tensors = {n: (w.shape, torch.float32, MeshLayout((1,), (REPLICATE,))) for n, w in wanted.items()}
     cut = Catalogue("run", {**tensors, name: (wanted[name].shape, torch.float32, MeshLayout((3,), (shard(1),)))})
-    with pytest.raises(
-        UserError, match=r"'blocks\.0\.mlp\.down\.weight' is served as .* cut along dim 1 at multiples of"
-    ):
-        pieces_by_rank(cut, wanted)
+    refused(
+        r"'blocks\.0\.mlp\.down\.weight' is served as .* cut along dim 1 at multiples of", pieces_by_rank, cut, wanted
+    )
     codes = Catalogue("run", {**tensors, "norm.weight": (wanted["norm.weight"].shape, torch.int32, tensors[name][2])})
-    with pytest.raises(UserError, match=r"'norm\.weight' is torch\.int32 at the publisher"):
-        check_catalogue(codes, wanted)
+    refused(r"'norm\.weight' is torch\.int32 at the publisher", check_catalogue, codes, wanted)
     monkeypatch.setattr(exchange, "PROTOCOL", 2)  # both sides are here, so the greeting of the publisher is changed
     monkeypatch.setattr(exchange.SnapshotServer, "_serve", lambda self, channel: channel.send({"protocol": 1}))
-    with pytest.raises(UserError, match="another version of the protocol"):
-        WeightPull(publishing.address, WeightTarget(random_model(QWEN2)))
+    refused("another version of the protocol", WeightPull, publishing.address, WeightTarget(random_model(QWEN2)))
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         address = unused.getsockname()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from shoestring.errors import UserError
+from refusals import refused
 from shoestring.mesh import MeshConfig, open_mesh
 from shoestring.train.reducers.auto import CLOSE, estimate, fastest, num_rounds, work_seconds
 from shoestring.train.reducers.build import ReducerConfig, build_optimizer, build_reducer, check_reducer
@@ -56,8 +56,7 @@ def test_work_is_timed_on_the_real_shapes() -> None:
     ],
 )
 def test_settings_that_cannot_work(settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        check_reducer(ReducerConfig(**settings), MeshConfig())
+    refused(said, check_reducer, ReducerConfig(**settings), MeshConfig())
 
 
 def test_plain_is_for_one_process_too() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoestring.errors import UserError
+from refusals import refused
 from shoestring.mesh import Mesh
 from shoestring.runlog import RunLog
 from shoestring.state.checkpointer import Checkpointer
@@ -90,8 +90,17 @@ def test_off_and_ask_stop_and_the_bad_state_is_not_resumed(tmp_path: Path, monke
     settings = CheckpointConfig(checkpoint="auto", levels=LevelsConfig(mttf_hours=1e-9, budget=0.5))
     run = make_run()
     saver = Checkpointer(tmp_path / "run" / "checkpoints", settings)
-    with pytest.raises(UserError, match=r"step 7: .*NaN.*goes on from the newest version before step 7"):
-        train(run, Rows(), NanAt(6), steps=10, checkpointer=saver, log_every=1, rollback="ask")
+    refused(
+        r"step 7: .*NaN.*goes on from the newest version before step 7",
+        train,
+        run,
+        Rows(),
+        NanAt(6),
+        steps=10,
+        checkpointer=saver,
+        log_every=1,
+        rollback="ask",
+    )
     saver.let_go()
     # As if a GPU had noticed late: versions from step 4 on are discarded.
     saver = Checkpointer(tmp_path / "run" / "checkpoints", settings)
@@ -113,8 +122,7 @@ def test_the_same_version_is_used_three_times_at_most() -> None:
         skipped.begin(8)
     assert skipped.windows == [(8, 2), (8, 3), (8, 4)] and skipped.data_step(8) == 17 and skipped.data_step(7) == 7
     skipped.go_back(BadStepError("", 11))
-    with pytest.raises(UserError, match="the data is not the reason"):
-        skipped.begin(8)
+    refused("the data is not the reason", skipped.begin, 8)
     other = SkippedSteps()
     other.load_state_dict(skipped.state_dict())
     assert other.windows == skipped.windows

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shoestring.errors import UserError
+from refusals import refused
 from shoestring.model.tokenizer import Tokenizer
 from shoestring.runlog import ProgressBar
 from shoestring.train import shards
@@ -193,8 +193,7 @@ def test_batches_do_not_matter(source: Path, tmp_path: Path, tokenizer: Tokenize
 def test_empty_corpora(tmp_path: Path, tokenizer: Tokenizer, with_tokenizer: bool) -> None:
     (tmp_path / "a.txt").write_text("  \n\n ")
     given = tokenizer if with_tokenizer else None
-    with pytest.raises(UserError, match="no text to learn from"):
-        tokenize_corpus(str(tmp_path / "a.txt"), tmp_path / "cache", tokenizer=given)
+    refused("no text to learn from", tokenize_corpus, str(tmp_path / "a.txt"), tmp_path / "cache", tokenizer=given)
     assert not [p for p in (tmp_path / "cache").iterdir() if p.is_dir()]
 
 
@@ -205,18 +204,15 @@ def test_bad_options(source: Path, tmp_path: Path, tokenizer: Tokenizer) -> None
         ({"val_fraction": 0.999999999, "max_bytes": 10}, "all of which fell to the validation split"),
         ({"tokenizer": Tokenizer(tokenizer.backend)}, "no EOS"),
     ):
-        with pytest.raises(UserError, match=message):
-            tokenize_corpus(str(source), tmp_path / "cache", **{"tokenizer": tokenizer, **options})
+        refused(message, tokenize_corpus, str(source), tmp_path / "cache", **{"tokenizer": tokenizer, **options})
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="SHOESTRING_CACHE"):
-        tokenize_corpus(str(source), tmp_path / "file", tokenizer=tokenizer)
+    refused("SHOESTRING_CACHE", tokenize_corpus, str(source), tmp_path / "file", tokenizer=tokenizer)
 
 
 def test_error_midway_leaves_nothing(tmp_path: Path, tokenizer: Tokenizer) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text("\n".join(json.dumps({"text": s}) for s in STORIES * 4) + "\nbroken")
-    with pytest.raises(UserError, match=r"a\.jsonl:1201"):
-        tokenize_corpus(str(file), tmp_path / "cache", tokenizer=tokenizer)
+    refused(r"a\.jsonl:1201", tokenize_corpus, str(file), tmp_path / "cache", tokenizer=tokenizer)
     assert not [p for p in (tmp_path / "cache").iterdir() if p.is_dir()]
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from shoestring.errors import UserError
+from refusals import refused
 from shoestring.model import Decoder, ModelSpec
 from shoestring.runlog import RunLog
 from shoestring.train.data import TokenData
@@ -86,8 +86,7 @@ def test_a_killed_build_goes_on_and_ends_with_the_same_bytes(tmp_path: Path, mon
 
     with pytest.raises(KeyboardInterrupt):
         build_cache(tmp_path / "cut", teacher(), dies(), num_targets=len(data.shards), k=8)
-    with pytest.raises(UserError, match="was not finished"):
-        TeacherCache.open(tmp_path / "cut")
+    refused("was not finished", TeacherCache.open, tmp_path / "cut")
     passes = 0
     model = teacher()
 
@@ -121,8 +120,7 @@ def test_more_steps_fill_more_rows(tmp_path: Path) -> None:
     options = {"num_targets": len(data.shards), "k": 4}
     few = build_cache(tmp_path / "cache", teacher(), one_epoch(data, steps=2), **options)  # type: ignore[arg-type]
     last = data.step(4)[0]
-    with pytest.raises(UserError, match="lacks targets"):
-        few.lookup(last.index_BT, last.targets_BT != IGNORED)
+    refused("lacks targets", few.lookup, last.index_BT, last.targets_BT != IGNORED)
     more = build_cache(tmp_path / "cache", teacher(), one_epoch(data), **options)  # type: ignore[arg-type]
     assert more.num_filled > few.num_filled
     more.lookup(last.index_BT, last.targets_BT != IGNORED)
@@ -139,25 +137,17 @@ def test_resident_lookup_equals_the_mapped_one(tmp_path: Path) -> None:
 def test_other_settings_are_refused(tmp_path: Path) -> None:
     data = token_data()
     build(tmp_path / "cache", data, identity={"data": data.shards.fingerprint})
-    with pytest.raises(UserError, match="k=8, not 9"):
-        build(tmp_path / "cache", data, k=9, identity={"data": data.shards.fingerprint})
-    with pytest.raises(UserError, match="identity"):
-        build(tmp_path / "cache", data, identity={"data": "another"})
-    with pytest.raises(UserError, match="k=98"):
-        build(tmp_path / "b", data, k=98)
-    with pytest.raises(UserError, match="no teacher cache"):
-        TeacherCache.open(tmp_path / "nowhere")
-    with pytest.raises(UserError, match="kind 'top-k'"):
-        ScalarCache.open(tmp_path / "cache")
+    refused("k=8, not 9", build, tmp_path / "cache", data, k=9, identity={"data": data.shards.fingerprint})
+    refused("identity", build, tmp_path / "cache", data, identity={"data": "another"})
+    refused("k=98", build, tmp_path / "b", data, k=98)
+    refused("no teacher cache", TeacherCache.open, tmp_path / "nowhere")
+    refused("kind 'top-k'", ScalarCache.open, tmp_path / "cache")
     (tmp_path / "full").mkdir()
     (tmp_path / "full/mine.txt").write_text("keep")
-    with pytest.raises(UserError, match="not empty"):
-        build(tmp_path / "full", data)
-    with pytest.raises(UserError, match="outside the cache"):
-        TeacherCache.open(tmp_path / "cache").lookup(torch.tensor([[10_000]]))
+    refused("not empty", build, tmp_path / "full", data)
+    refused("outside the cache", TeacherCache.open(tmp_path / "cache").lookup, torch.tensor([[10_000]]))
     (tmp_path / "cache/ids.bin").write_bytes(b"")
-    with pytest.raises(UserError, match="cannot be read"):
-        TeacherCache.open(tmp_path / "cache")
+    refused("cannot be read", TeacherCache.open, tmp_path / "cache")
 
 
 def test_a_full_disk_is_said_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,15 +155,13 @@ def test_a_full_disk_is_said_at_the_start(tmp_path: Path, monkeypatch: pytest.Mo
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.posix_fallocate", full)
-    with pytest.raises(UserError, match="disk is full"):
-        build(tmp_path / "cache", token_data())
+    refused("disk is full", build, tmp_path / "cache", token_data())
     assert not list((tmp_path / "cache").iterdir())
 
 
 def test_all_masked_text_is_an_error(tmp_path: Path) -> None:
     shards = TokenShards(np.zeros(101, "<u2"), np.zeros(101, np.uint8), "print")
-    with pytest.raises(UserError, match="no counted target"):
-        build(tmp_path / "cache", TokenData(shards, context=20, batch=4))
+    refused("no counted target", build, tmp_path / "cache", TokenData(shards, context=20, batch=4))
 
 
 def test_scalars_round_trip(tmp_path: Path) -> None:

@@ -22,6 +22,8 @@ GPT2 = {
     "out_bias": True,
     "mlp_bias": True,
 }
+# 64 rows a rank for 32 experts: some have none.
+FEW_ROWS = {"experts": {"num": 32, "top_k": 1, "d_ff": 16}, "spec": {"num_layers": 1}}
 
 
 def on_ranks(run_ranks: Callable[..., str], num_ranks: int, cases: list[dict[str, Any]]) -> list[list[float]]:
@@ -53,6 +55,7 @@ def test_two_ranks_equal_one(run_ranks: Callable[..., str]) -> None:
         {"dp": 2, "format": "nf3:g8"},
         {"tp": 2, "teacher": True},
         {"dp": 2, "teacher": True, "recompute": True},
+        *({mesh: 2, **FEW_ROWS} for mesh in ("dp", "replica", "tp")),
     ]
     check(cases, on_ranks(run_ranks, 2, cases))
 
@@ -61,13 +64,6 @@ def test_two_ranks_equal_one(run_ranks: Callable[..., str]) -> None:
 def test_muon_on_two_ranks_equals_one(run_ranks: Callable[..., str]) -> None:
     uneven = {"d_ff": 47, "num_kv_heads": 2}  # FSDP2 cuts 47 rows at 24
     cases = [{"dp": 2, "muon": True, "spec": uneven}, {"tp": 2, "muon": True, "spec": QWEN}]
-    check(cases, on_ranks(run_ranks, 2, cases))
-
-
-@pytest.mark.ranks
-def test_experts_that_have_no_rows_on_some_rank(run_ranks: Callable[..., str]) -> None:
-    few = {"experts": {"num": 32, "top_k": 1, "d_ff": 16}}  # 64 rows a rank for 32 experts
-    cases = [{"dp": 2, **few}, {"replica": 2, **few}, {"tp": 2, **few}]
     check(cases, on_ranks(run_ranks, 2, cases))
 
 

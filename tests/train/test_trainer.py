@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoestring.errors import Interrupted, UserError
+from refusals import refused
+from shoestring.errors import Interrupted
 from shoestring.mesh import Mesh, MeshConfig, open_mesh
 from shoestring.model import Decoder, ModelSpec
 from shoestring.model.parallel import ParallelConfig, init_weights, materialize, parallelize
@@ -320,10 +321,10 @@ def test_schedules() -> None:
 
 
 def test_a_mesh_that_does_not_fit_says_how_to_start_it() -> None:
-    with pytest.raises(UserError, match=r"needs 4 processes but 1 is running.*torchrun --nproc-per-node 4"):
-        open_mesh(MeshConfig(dp=2, tp=2), "cpu")
-    with pytest.raises(UserError, match=r"mesh\.timeout_s=0 is not possible"):
-        open_mesh(MeshConfig(timeout_s=0), "cpu")
+    refused(
+        r"needs 4 processes but 1 is running.*torchrun --nproc-per-node 4", open_mesh, MeshConfig(dp=2, tp=2), "cpu"
+    )
+    refused(r"mesh\.timeout_s=0 is not possible", open_mesh, MeshConfig(timeout_s=0), "cpu")
 
 
 def test_init_is_keyed_by_name_and_seed() -> None:

@@ -15,7 +15,7 @@ from layers import rms
 from torch import Tensor
 
 from experiments.few_rows_plans import candidates, refinements
-from shoestring.errors import UserError
+from refusals import refused
 from shoestring.formats import FormatLinear, parse_format
 from shoestring.formats.kernel_layout import lay_out
 from shoestring.hardware.device import H200, DeviceLimits
@@ -307,13 +307,13 @@ def test_plans_can_be_overridden(monkeypatch: pytest.MonkeyPatch) -> None:
         if error is None:
             assert choose_plan(Product(layout, 1, 4096, 4096)).k_warps == 2
             continue
-        with pytest.raises(UserError, match=error):
-            choose_plan(Product(layout, 1, 4096, 4096))
+        refused(error, choose_plan, Product(layout, 1, 4096, 4096))
     PLANS.forget()
     monkeypatch.setenv("SHOESTRING_LOWBIT_EXPERT_SLOT_PLAN", '{"int8_mma": 1}')
     table = ChunkLayout(4, 128, True, 2, False)
-    with pytest.raises(UserError, match="cannot run"):  # experts get no digits of levels
-        choose_expert_plan.__wrapped__(table, 512, 2048, 8, False, ExpertChoice())
+    refused(
+        "cannot run", choose_expert_plan.__wrapped__, table, 512, 2048, 8, False, ExpertChoice()
+    )  # experts get no digits of levels
 
 
 @pytest.mark.parametrize(("label", "bound"), [("nf4:s2:g128", 0.004), ("nf3:s2:g128", 0.0004), ("fp4:s1:g32", 1e-6)])

@@ -13,16 +13,17 @@ from shoestring.kernels.lowbit import fp8_linear as fp8
 
 def check(device: str = "cpu", dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.float32)) -> None:
     g = torch.Generator().manual_seed(0)
-    for rows, width, outs, label in [
-        (1, 80, 130, "fp8"),
+    cases = [
+        (1, 80, 34, "fp8"),
         (1, 72, 9, "fp8"),
         (1, 272, 130, "fp8:b128"),
-        (5, 300, 200, "fp8:b128"),
+        (5, 300, 140, "fp8:b128"),
         (17, 256, 3, "fp8:b128:bfloat16"),
-    ]:
+    ]
+    for case, (rows, width, outs, label) in enumerate(cases):
         parts = parse_format(label).encode(torch.randn(outs, width, generator=g), {})
         codes, scale = parts["codes"].to(device), parts["scale"].to(device)
-        for dtype in dtypes:
+        for dtype in dtypes if device != "cpu" else dtypes[case % 2 :][:1]:  # the interpreter is slow
             x = torch.randn(rows, width, generator=g).to(device, dtype)
             bias = torch.randn(outs, generator=g).to(device, dtype) if rows == 5 else None
             assert fp8.fp8_linear_usable(x)

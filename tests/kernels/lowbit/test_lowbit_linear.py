@@ -191,7 +191,8 @@ import torch, torch.nn.functional as F
 from layers import packed_layer, rms
 from shoestring.kernels.lowbit.lowbit_linear import lowbit_parts_linear, parts_usable
 for label in ("int4:g128", "int3:g64", "int2:g32", "int4:g0", "int3:g40", "nf4:s2:g64", "nf3:s2:g64", "fp4:s1:g32"):
-    for rows, out, width, dtype in ((1, 20, 320, torch.float32), (17, 40, 320, torch.float16)):
+    few = label in ("int3:g64", "int4:g0", "nf4:s2:g64")
+    for rows, out, width, dtype in ((1, 20, 320, torch.float32), (17, 40, 320, torch.float16))[: 1 + few]:
         if "128" in label:
             width = 256
         layer = packed_layer(label, out, width)

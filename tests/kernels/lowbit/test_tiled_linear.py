@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoestring.errors import UserError
+from refusals import refused
 from shoestring.formats import Parts, parse_format
 from shoestring.kernels.lowbit import tiled_linear as kernel
 from shoestring.kernels.lowbit.packing import unpack_bits
@@ -77,7 +77,7 @@ def test_within_the_bound_and_as_good_as_the_reference(label: str) -> None:
         assert ((got - exact).abs() <= error_bound(x, decoded, group) + 1e-5).all()
         assert torch.allclose(got, rounded(x, group) @ decoded.t(), atol=1e-4)
         # Rows do not depend on each other, nor on how many there are.
-        for i in range(num_rows):
+        for i in sorted({0, num_rows // 2, num_rows - 1} & set(range(num_rows))):
             assert torch.equal(tiled_linear(x[i : i + 1], tiles)[0], got[i])
 
 
@@ -177,8 +177,7 @@ def test_a_gradient_is_refused_and_not_zero() -> None:
     x = torch.randn(3, 64, requires_grad=True)
     y = tiled_linear(x, tiles)
     assert torch.equal(y, tiled_linear(x.detach(), tiles))  # what is only read needs no torch.no_grad
-    with pytest.raises(UserError, match="have no gradient"):
-        (x.sum() + y.sum()).backward()
+    refused("have no gradient", (x.sum() + y.sum()).backward)
 
 
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

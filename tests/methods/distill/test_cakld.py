@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoestring.errors import UserError
+from refusals import refused
 from shoestring.mesh import open_mesh
 from shoestring.methods.distill.cakld import CachedCakld, Cakld, teacher_confidence
 from shoestring.model import Decoder, ModelSpec
@@ -156,12 +156,8 @@ def test_training_with_the_cache_moves_the_student_to_the_teacher(tmp_path: Path
 
 def test_bad_settings(tmp_path: Path) -> None:
     teacher = tiny(0)
-    with pytest.raises(UserError, match=r"gamma=1\.5"):
-        Cakld(teacher, 1.5)
+    refused(r"gamma=1\.5", Cakld, teacher, 1.5)
     micro = token_data().step(0)[0]
-    with pytest.raises(UserError, match="vocabulary"):
-        Cakld(teacher, 0.5)(tiny(1, vocab=VOCAB + 3), micro)
-    with pytest.raises(UserError, match="vocabulary"):
-        CachedCakld(full_cache(tmp_path / "c", 4, teacher))(tiny(1, vocab=VOCAB + 3), micro)
-    with pytest.raises(UserError, match="no counted token"):
-        teacher_confidence(teacher, [])
+    refused("vocabulary", Cakld(teacher, 0.5), tiny(1, vocab=VOCAB + 3), micro)
+    refused("vocabulary", CachedCakld(full_cache(tmp_path / "c", 4, teacher)), tiny(1, vocab=VOCAB + 3), micro)
+    refused("no counted token", teacher_confidence, teacher, [])

@@ -14,6 +14,7 @@ from test_bitdistiller_recipe import SMALL
 
 from experiments.lowbit_methods import learn_grids
 from interrupted import dying
+from refusals import refused
 from shoestring.cli.app import run_cli
 from shoestring.errors import UserError
 from shoestring.formats import FormatLinear, convert, parse_format
@@ -188,10 +189,8 @@ def test_rates_are_parts_of_what_they_move() -> None:
         run.step = step
         hook.before_step(run)
         assert optimizer.param_groups[0]["lr"] == pytest.approx(optimizer.param_groups[0]["full_lr"] * part)
-    with pytest.raises(UserError, match="learning rates"):
-        Rates(0, 0, 0, 0, 0)
-    with pytest.raises(UserError, match="learning rates"):
-        Rates(weight=2.0)
+    refused("learning rates", Rates, 0, 0, 0, 0, 0)
+    refused("learning rates", Rates, weight=2.0)
 
 
 def test_clipping_clamps_groups_but_not_query_and_key() -> None:
@@ -215,6 +214,5 @@ def test_a_stage_is_done_once_and_failures_are_told(tmp_path: Path) -> None:
     def fails() -> None:
         raise UserError("no room")
 
-    with pytest.raises(UserError, match="no room"):
-        run_once(mesh, tmp_path, "other", fails)
+    refused("no room", run_once, mesh, tmp_path, "other", fails)
     assert not (tmp_path / "other.done").exists()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoestring.errors import UserError
+from refusals import refused
 from shoestring.formats import FormatLinear, parse_format
 from shoestring.formats.base import Format
 from shoestring.formats.float_asym import TABLES
@@ -84,5 +84,4 @@ def test_values_and_files_are_those_of_the_plain_format(label: str, dtype: torch
 
 def test_other_formats_are_refused() -> None:
     for label in ("dense", "int4:learned", "nf3:fixed", "sparse24"):
-        with pytest.raises(UserError, match="range that follows"):
-            with_range_gradient(parse_format(label))
+        refused("range that follows", with_range_gradient, parse_format(label))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoestring.errors import UserError
+from refusals import refused
 from shoestring.methods.drafter.objectives import (
     LOSSES,
     DraftDistill,
@@ -117,8 +117,7 @@ def test_tokens_the_drafter_cannot_say_belong_to_the_rest() -> None:
 
 
 def test_unknown_loss() -> None:
-    with pytest.raises(UserError, match="lk_hybrid"):
-        pick_loss("lk-hybrid")
+    refused("lk_hybrid", pick_loss, "lk-hybrid")
 
 
 # -- AdaSPEC's selection ------------------------------------------------------------------------------------
@@ -138,8 +137,7 @@ def test_selection_keeps_ties_and_takes_the_upper_end() -> None:
     assert select_tokens(gap, 0.4).tolist() == [True, False, True, True, True, False]
     assert select_tokens(torch.arange(10.0), 0.4).tolist() == [False] * 6 + [True] * 4
     assert select_tokens(torch.zeros(0), 0.4).tolist() == []
-    with pytest.raises(UserError, match="fraction"):
-        select_tokens(gap, 0.0)
+    refused("fraction", select_tokens, gap, 0.0)
 
 
 # -- objectives ---------------------------------------------------------------------------------------------
@@ -274,8 +272,7 @@ def test_on_policy_takes_its_share_of_the_rows_and_leaves_the_others() -> None:
     assert own == [objective.count(s) == 12 for s in several]
     kept = several[own.index(False)]
     torch.testing.assert_close(objective(tiny(1), kept), DraftDistill(live)(tiny(1), kept))
-    with pytest.raises(UserError, match="share"):
-        OnPolicy(never, DraftDistill(live), DraftDistill(live), share=0.0)
+    refused("share", OnPolicy, never, DraftDistill(live), DraftDistill(live), share=0.0)
 
 
 def test_on_policy_reads_the_place_of_a_micro_batch_once(monkeypatch: pytest.MonkeyPatch) -> None:

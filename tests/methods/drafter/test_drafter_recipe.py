@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 
+from refusals import refused
 from shoestring.cli.app import run_cli
-from shoestring.errors import UserError
 from shoestring.formats import convert, pack, parse_format
 from shoestring.methods.drafter import training as stages
 from shoestring.methods.drafter.acceptance import Counting
@@ -34,7 +34,7 @@ from shoestring.train.shards import TokenShards
 from tiny import random_model
 
 SMALL = [
-    "model=target", "num_prompts=48", "prompt_tokens=8", "new_tokens=40", "layers=1", "batch=8",
+    "model=target", "num_prompts=32", "prompt_tokens=8", "new_tokens=32", "layers=1", "batch=8",
     "context=48", "warmup=5", "lr=3e-3", "held_out=4", "eval_tokens=24", "save_every=20", "eval_every=20", "device=cpu",
 ]  # fmt: skip
 
@@ -210,8 +210,7 @@ def test_prompts_from_a_list_are_held_out(here: Path) -> None:
     (here / "list.jsonl").write_text("\n".join(json.dumps({"prompt": f"p{i}"}) for i in range(20)))
     train, apart = stages.listed_prompts(str(here / "list.jsonl"), 16, 4)
     assert len(train) == 16 and len(apart) == 4 and not set(train) & set(apart)
-    with pytest.raises(UserError, match="held_out"):
-        stages.listed_prompts(str(here / "list.jsonl"), 16, 15)
+    refused("held_out", stages.listed_prompts, str(here / "list.jsonl"), 16, 15)
 
 
 def test_bad_input_is_one_line_and_leaves_no_run(cli: Callable[..., str], here: Path) -> None:
@@ -245,8 +244,7 @@ def test_a_damaged_target_is_said_before_its_text_is_scored(here: Path, tmp_path
     data = TokenData(TokenShards(np.arange(200, dtype="<u2"), None, "print"), context=16, batch=2)
     with torch.no_grad():
         target.norm.weight[0] = float("nan")
-    with pytest.raises(UserError, match="log-probabilities are NaN"):
-        stages.score_text(tmp_path / "targets", target, data, k=4)
+    refused("log-probabilities are NaN", stages.score_text, tmp_path / "targets", target, data, k=4)
     assert not (tmp_path / "targets").exists()
 
 
@@ -261,8 +259,7 @@ def test_first_layers_are_the_targets_weights(here: Path) -> None:
     assert all(torch.equal(t, theirs[name]) for name, t in ours.items())
     assert ours["embed.weight"].data_ptr() != theirs["embed.weight"].data_ptr()
     for bad in (0, 3):
-        with pytest.raises(UserError, match="1 to 2"):
-            first_layers(target, bad)
+        refused("1 to 2", first_layers, target, bad)
 
 
 LAYERED = ModelSpec(
@@ -315,8 +312,7 @@ def test_a_fresh_drafter_has_the_targets_tokens(here: Path) -> None:
     target = load_model(here / "target").model
     drafter = fresh(target.spec, num_layers=1, d_model=64, head_dim=32)
     assert isinstance(drafter, Decoder) and drafter.spec.vocab_size == target.spec.vocab_size
-    with pytest.raises(UserError, match="multiple"):
-        fresh(target.spec, num_layers=1, d_model=65)
+    refused("multiple", fresh, target.spec, num_layers=1, d_model=65)
 
 
 def test_frequent_tokens() -> None:
@@ -325,8 +321,7 @@ def test_frequent_tokens() -> None:
     assert frequent_tokens(text, 3, 10, always=[7]) == [2, 5, 7]
     assert frequent_tokens(text, 6, 10) == [0, 1, 2, 3, 5, 9]  # equally rare: by id
     for bad in (0, 11):
-        with pytest.raises(UserError, match="vocab"):
-            frequent_tokens(text, bad, 10)
+        refused("vocab", frequent_tokens, text, bad, 10)
 
 
 def test_counting_looks_only_at_guesses_behind_right_ones_and_at_every_pass() -> None:

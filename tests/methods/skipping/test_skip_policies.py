@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import example, given, settings
@@ -17,7 +16,7 @@ from hypothesis import strategies as st
 from naive_decoding import LookupDrafter, drawn_st, greedy_st, naive
 from torch import Tensor
 
-from shoestring.errors import UserError
+from refusals import refused
 from shoestring.methods.skipping.policies import AdaSkip, ByContext, open_policy
 from shoestring.model import Decoder
 from shoestring.model.attention import attend_with, mask_at
@@ -344,8 +343,12 @@ def test_a_fifth_set_is_replaced_by_the_largest_known_one_within_it() -> None:
         assert request.late_skip is not None
         sizes.append(len(request.late_skip))
     assert sizes == [2, 2, 3, 2, 1] and len(engine.skip_sets.sets) == MAX_SETS
-    with pytest.raises(UserError, match="at most 4"):
-        Engine(model_of(), skip=ByContext(tuple((n + 1, one(f"{n % 4}mlp", scale=n + 1.0)) for n in range(5))))
+    refused(
+        "at most 4",
+        Engine,
+        model_of(),
+        skip=ByContext(tuple((n + 1, one(f"{n % 4}mlp", scale=n + 1.0)) for n in range(5))),
+    )
 
 
 def test_policies_come_from_files(tmp_path: Path) -> None:
@@ -359,8 +362,6 @@ def test_policies_come_from_files(tmp_path: Path) -> None:
     ada = AdaSkip(SMALL, 0.9, (1.0, 1.1, 1.2, 1.3))
     short.write_text(json.dumps(ada.to_json()))
     assert open_policy(str(short), spec) == ada
-    with pytest.raises(UserError, match="context length"):
-        open_policy(f"{short}+{long}", spec)
+    refused("context length", open_policy, f"{short}+{long}", spec)
     short.write_text(json.dumps({**SMALL.to_json(), "online": {"beta": 1}}))
-    with pytest.raises(UserError, match="damaged"):
-        open_policy(str(short), spec)
+    refused("damaged", open_policy, str(short), spec)

@@ -9,7 +9,7 @@ import test_laws as laws
 import torch
 import torch.nn.functional as F
 
-from shoestring.errors import UserError
+from refusals import refused
 from shoestring.formats import Format, FormatLinear, convert, parse_format
 from shoestring.methods.sparse24.format import Sparse24
 from shoestring.methods.sparse24.kernels.masks import is_24, mask24
@@ -102,15 +102,18 @@ def test_cost_and_spelling() -> None:
         ("sparse24:mvue+slorb16", "Leave mvue out"),
         ("sparse24:fp8+slorb16", "Leave fp8 out"),
     ):
-        with pytest.raises(UserError, match=said):
-            parse_format(bad)
-    with pytest.raises(UserError, match="blocks of 16: use slorb12, slorb15, slorb20"):
-        convert(torch.nn.Sequential(torch.nn.Linear(120, 8)), [("*", parse_format("sparse24+slorb16"))])
-    with pytest.raises(UserError, match="multiple of 8, not 36"):
-        convert(torch.nn.Sequential(torch.nn.Linear(36, 8)), [("*", parse_format("sparse24"))])
+        refused(said, parse_format, bad)
+    refused(
+        "blocks of 16: use slorb12, slorb15, slorb20",
+        convert,
+        torch.nn.Sequential(torch.nn.Linear(120, 8)),
+        [("*", parse_format("sparse24+slorb16"))],
+    )
+    refused(
+        "multiple of 8, not 36", convert, torch.nn.Sequential(torch.nn.Linear(36, 8)), [("*", parse_format("sparse24"))]
+    )
 
 
 def test_a_format_that_prunes_nothing_has_no_branch() -> None:
     dense: Format = parse_format("dense")
-    with pytest.raises(UserError, match="prunes nothing"):
-        Slorb(dense)  # type: ignore[arg-type]
+    refused("prunes nothing", Slorb, dense)  # type: ignore[arg-type]

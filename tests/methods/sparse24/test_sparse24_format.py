@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from shoestring.errors import UserError
+from refusals import refused
 from shoestring.formats import Dense, FormatLinear, IntAsym, convert, formats_of, pack, parse_format, unpack
 from shoestring.methods.sparse24.format import Sparse24, fit_scale
 from shoestring.methods.sparse24.kernels.masks import is_24, mask24, soft_threshold24
@@ -143,22 +143,20 @@ def test_rest_is_dense_and_keeps_every_name() -> None:
 
 
 def test_messages() -> None:
-    with pytest.raises(UserError, match=r"input width that is a multiple of 8, not 12.*Dense\(\) rule"):
-        FormatLinear(12, 16, format=Sparse24())
-    with pytest.raises(UserError, match="output width that is a multiple of 4, not 6"):
-        FormatLinear(16, 6, format=Sparse24("tile"))
-    with pytest.raises(UserError, match=r"keeps 24 of 48 inputs\. Group 64 does not divide input width 24"):
-        FormatLinear(48, 8, format=parse_format("sparse24+int4:g64"))
-    with pytest.raises(UserError, match=r"no option 'tiles'.*tile, soft, held, mvue.*tile"):
-        parse_format("sparse24:tiles")
-    with pytest.raises(UserError, match=r"only sparse24 can stand before a \+"):
-        parse_format("int4+sparse24")
-    with pytest.raises(UserError, match="stack sparse24 and one of"):
-        parse_format("sparse24+dense")
-    with pytest.raises(UserError, match="no mask to hold"):
-        parse_format("sparse24:soft:held")
-    with pytest.raises(UserError, match="use row, tile, soft"):
-        Sparse24("magnitude")
+    refused(r"input width that is a multiple of 8, not 12.*Dense\(\) rule", FormatLinear, 12, 16, format=Sparse24())
+    refused("output width that is a multiple of 4, not 6", FormatLinear, 16, 6, format=Sparse24("tile"))
+    refused(
+        r"keeps 24 of 48 inputs\. Group 64 does not divide input width 24",
+        FormatLinear,
+        48,
+        8,
+        format=parse_format("sparse24+int4:g64"),
+    )
+    refused(r"no option 'tiles'.*tile, soft, held, mvue.*tile", parse_format, "sparse24:tiles")
+    refused(r"only sparse24 can stand before a \+", parse_format, "int4+sparse24")
+    refused("stack sparse24 and one of", parse_format, "sparse24+dense")
+    refused("no mask to hold", parse_format, "sparse24:soft:held")
+    refused("use row, tile, soft", Sparse24, "magnitude")
 
 
 def test_compiled_training_step_equals_eager() -> None:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shoestring.errors import UserError
+from refusals import refused
 from shoestring.formats import FormatLinear, parse_format
 from shoestring.methods.sparse24.format import Sparse24
 from shoestring.methods.sparse24.kernels.mvue import CLOCKS, mvue_transposed
@@ -56,8 +56,7 @@ def test_products_are_those_of_the_rounded_operands(label: str) -> None:
 
 
 def test_precision_says_what_is_possible() -> None:
-    with pytest.raises(UserError, match="precision"):
-        Sparse24(precision="fp4")
+    refused("precision", Sparse24, precision="fp4")
     assert Sparse24("soft", precision="fp8").stored() == Sparse24()
 
 

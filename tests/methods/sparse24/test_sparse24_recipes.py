@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from refusals import refused
 from shoestring.cli.app import run_cli
-from shoestring.errors import UserError
 from shoestring.formats import FormatLinear
 from shoestring.methods.sparse24 import tune
 from shoestring.methods.sparse24.format import Sparse24
@@ -100,8 +100,7 @@ def test_a_finish_however_short_has_a_dense_step_and_is_not_packed(
 ) -> None:
     run("train/sparse24_fst", "finish=0.01", "steps=8", "run=short")
     assert "step 7: dense from here on" in capsys.readouterr().out
-    with pytest.raises(UserError, match=r"blocks.0.mlp.gate is not 2:4 after training"):
-        save_packed(tmp_path / "short", "*.mlp.*", torch.float32)
+    refused(r"blocks.0.mlp.gate is not 2:4 after training", save_packed, tmp_path / "short", "*.mlp.*", torch.float32)
     assert not (tmp_path / "short/packed").exists()
 
 

@@ -12,6 +12,7 @@ import torch
 from sparse24_runs import METHODS, Rows, fit, masks_of, new_run
 from torch import nn
 
+from refusals import refused
 from shoestring.errors import UserError
 from shoestring.formats import Dense, FormatLinear, convert, parse_format
 from shoestring.methods.sparse24.format import Sparse24
@@ -81,8 +82,7 @@ def test_masks_are_refreshed_when_due_and_the_change_is_logged() -> None:
     with torch.no_grad():
         layer.weight[2, 3] = float("nan")
     run.step = 6
-    with pytest.raises(UserError, match="0: 1 weights are NaN or infinite at step 6"):
-        hook.after_step(run)
+    refused("0: 1 weights are NaN or infinite at step 6", hook.after_step, run)
 
 
 def test_masks_are_not_refreshed_when_no_step_would_use_them() -> None:
@@ -171,7 +171,7 @@ def test_killed_and_resumed_bit_for_bit(tmp_path: Path, method: str, stops: tupl
 
 @pytest.mark.parametrize(("version", "bad"), [(3, 5), (16, 18), (3, 18)])
 @pytest.mark.parametrize("method", ["controlled", "started", "fst"])
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 def test_a_run_that_goes_back_over_a_change_of_phase_is_the_same_run(
     tmp_path: Path, method: str, version: int, bad: int
 ) -> None:
@@ -297,12 +297,12 @@ def test_the_controller_probes_then_servoes_the_decay() -> None:
     resumed.load_state_dict(controller.state_dict())
     resumed._adjust(0.1)
     assert resumed.decay.strength == pytest.approx(first / 100)
-    with pytest.raises(UserError, match="older kind"):
-        resumed.load_state_dict({"rates": 1.0, "lrs": 1.0, "mu": None, "strength": 0.0, "awake": False})
+    refused(
+        "older kind", resumed.load_state_dict, {"rates": 1.0, "lrs": 1.0, "mu": None, "strength": 0.0, "awake": False}
+    )
     fit(run, 14, hooks)
     assert sorted(series(run, "mu")) == sorted(series(run, "masked_decay")) == [6, 8, 10, 12, 14]
-    with pytest.raises(UserError, match="at least 20"):
-        FlipController(run.model, FlipMeter(10), MaskedDecay(0.0), probe=10)
+    refused("at least 20", FlipController, run.model, FlipMeter(10), MaskedDecay(0.0), probe=10)
 
 
 def test_growing_weights_flip_less_and_the_controller_knows_that() -> None:
@@ -369,9 +369,7 @@ def test_sparse_adam_is_adamw_without_a_pull() -> None:
 
 @pytest.mark.ranks
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("tp", "methods"), [("1", ["controlled", "sste", "slorb", "cut"]), ("2", ["controlled", "slorb"])]
-)
+@pytest.mark.parametrize(("tp", "methods"), [("1", ["controlled", "sste", "cut"]), ("2", ["slorb"])])
 def test_ranks_equal_one_process(run_ranks: Callable[..., str], tp: str, methods: list[str]) -> None:
     """FSDP2 over two processes, then tensor parallel: losses, flip rates, strengths and masks of one."""
     script = Path(__file__).with_name("sparse24_runs.py")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoestring.errors import UserError
+from refusals import refused
 from shoestring.formats import GridFormat, parse_format
 from shoestring.formats.groups import extremes
 from shoestring.methods.sparse24.kernels.masks import is_24, mask24
@@ -149,8 +149,7 @@ def test_weights_that_are_not_pruned_are_refused(here: Path) -> None:
         "sparse24:soft+int4:g16": "use sparse24\\+int4:g16",
         "sparse24": "has no grid to choose",
     }.items():
-        with pytest.raises(UserError, match=said):
-            quantize(model, [("*", parse_format(label))], [], Gptq())
+        refused(said, quantize, model, [("*", parse_format(label))], [], Gptq())
 
 
 def test_pruned_then_quantized_by_recipes(cli: Callable[..., str], here: Path) -> None:

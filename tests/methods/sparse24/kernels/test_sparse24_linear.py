@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from layers import check_served, rms
 from torch import Tensor
 
-from shoestring.errors import UserError
+from refusals import refused
 from shoestring.formats import kernel_layout
 from shoestring.hardware.plan_table import read_plans
 from shoestring.methods.sparse24.kernels import sparse24_linear
@@ -227,8 +227,7 @@ def test_plans_fit_and_can_be_overridden(monkeypatch: pytest.MonkeyPatch) -> Non
     for wrong in ('{"splits": 2}', '{"depth": 99}', "7x1"):
         PLANS.forget()
         monkeypatch.setenv("SHOESTRING_SPARSE24_PLAN", wrong)
-        with pytest.raises(UserError, match="SHOESTRING_SPARSE24_PLAN"):
-            choose_plan(layout, 1, 4096, 4096)
+        refused("SHOESTRING_SPARSE24_PLAN", choose_plan, layout, 1, 4096, 4096)
     PLANS.forget()
 
 
