@@ -60,33 +60,18 @@ def test_prepared_trained_and_timed_by_three_calls(tmp_path: Path, monkeypatch: 
     assert not results.newest("drafter") and (tmp_path / "kept/ready.json").is_file()
     monkeypatch.setattr(drafter, "train_target", None)  # it is there
     call(
-        drafter.main,
-        *size,
-        "--no-speed",
-        "--cases",
-        "AdaSPEC",
-        "AdaSPEC, 2.5x batch",
-        "LK",
-        "--longer",
-        "LK",
-        "--longer-steps",
-        "3",
-    )
+        drafter.main, *size, "--no-speed", "--cases", "AdaSPEC", "AdaSPEC, 2.5x batch", "LK", "--longer", "LK",
+        "--longer-steps", "3",
+    )  # fmt: skip
     lines = results.newest("drafter")
     budgets = {(n["case"], n["config"]["budget"]) for n in lines}
     assert budgets == {
-        ("n-gram lookup", "no training"),
-        ("first layers, untrained", "no training"),
-        ("small model, not distilled", "no training"),
-        ("LK", "equal steps"),
-        ("AdaSPEC", "equal steps"),
-        ("AdaSPEC", "equal compute"),
-        ("AdaSPEC, 2.5x batch", "equal steps"),
-        ("AdaSPEC, 2.5x batch", "equal compute"),
-        ("LK", "more steps"),
-        ("n-gram, then LK", "more steps"),
+        ("n-gram lookup", "no training"), ("first layers, untrained", "no training"),
+        ("small model, not distilled", "no training"), ("LK", "equal steps"), ("AdaSPEC", "equal steps"),
+        ("AdaSPEC", "equal compute"), ("AdaSPEC, 2.5x batch", "equal steps"),
+        ("AdaSPEC, 2.5x batch", "equal compute"), ("LK", "more steps"), ("n-gram, then LK", "more steps"),
         ("n-gram of 4, then LK", "more steps"),
-    }
+    }  # fmt: skip
     assert all(n["ratio"] is None and 0 <= n["quality"]["sampled_acceptance"] <= 1 for n in lines)
     assert drafter.table().count("\n| AdaSPEC |") == 2 and drafter.batches() == "Not measured yet."
 
@@ -113,18 +98,9 @@ def test_prepared_trained_and_timed_by_three_calls(tmp_path: Path, monkeypatch: 
 
     before = len(results.newest("drafter"))
     call(
-        drafter_speed.main,
-        "--repeats",
-        "1",
-        "--batches",
-        "1",
-        "--sampled-only",
-        "--temperatures",
-        "0.7",
-        "--rules",
-        "coupled",
-        "block",
-    )
+        drafter_speed.main, "--repeats", "1", "--batches", "1", "--sampled-only", "--temperatures", "0.7", "--rules",
+        "coupled", "block",
+    )  # fmt: skip
     added = results.newest("drafter")[before:]
     assert {(n["config"]["batch"], n["config"]["text"]) for n in added} == {(1, "drawn at 0.7")}
     assert [n["config"].get("rule") for n in added] == [None] * 3 + ["block"] * 3

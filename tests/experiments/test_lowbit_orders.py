@@ -32,18 +32,10 @@ def losses(seed: int, folder: Path, cells: list[tuple[str, str]]) -> dict[tuple[
     """{(method, format): nats a token above full precision} of the cells"""
     model, text = taught(300, width=64, lr=5e-3, seed=seed)  # layers with groups of 32 and of 64
     subject = chain_subject(
-        model,
-        text,
-        8192,
-        32,
-        steps=60,
-        batch=16,
-        top=16,
-        blockwise_part=0.125,
+        model, text, 8192, 32, steps=60, batch=16, top=16, blockwise_part=0.125,
         blockwise=Blockwise(epochs=2, batch=16),
-        rates=Rates(weight=1e-2, scale=3e-3, zero=1e-2, norm=1e-2, rest=2e-2),
-        cache_folder=folder,
-    )
+        rates=Rates(weight=1e-2, scale=3e-3, zero=1e-2, norm=1e-2, rest=2e-2), cache_folder=folder,
+    )  # fmt: skip
     full = evaluate(subject)["perplexity"]
     assert full < 2.3  # 24 by chance, 1.65 at best
     found = {}

@@ -72,19 +72,10 @@ def test_settings_by_name_do_what_they_say(tmp_path: Path) -> None:
 def test_orderings_at_two_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, text = taught(250)
     subject = chain_subject(
-        model,
-        text,
-        4096,
-        32,
-        steps=60,
-        batch=16,
-        lr=5e-4,
-        top=16,
-        blockwise_part=0.125,
+        model, text, 4096, 32, steps=60, batch=16, lr=5e-4, top=16, blockwise_part=0.125,
         blockwise=Blockwise(epochs=2, batch=16),
-        rates=Rates(weight=1e-2, scale=3e-3, zero=1e-2, norm=1e-2, rest=2e-2),
-        cache_folder=tmp_path / "cache",
-    )
+        rates=Rates(weight=1e-2, scale=3e-3, zero=1e-2, norm=1e-2, rest=2e-2), cache_folder=tmp_path / "cache",
+    )  # fmt: skip
     found = {"dense": evaluate(subject)["perplexity"]}
     for method in ("rtn", "awq", "gptq", "bitdistiller", "ours"):
         got, told = shrink(subject, method, "int2:g32", 0)
@@ -110,14 +101,8 @@ def test_a_model_that_was_kept_is_shrunk_on_its_own_corpus(
     """GPT-2's shape in small (layer norms, biases, learned positions), every kind of method."""
     corpus = small_corpus(tmp_path)
     shape: dict[str, Any] = {
-        **GPT2,
-        "d_model": 64,
-        "num_layers": 2,
-        "num_heads": 2,
-        "num_kv_heads": 2,
-        "head_dim": 32,
-        "d_ff": 128,
-    }
+        **GPT2, "d_model": 64, "num_layers": 2, "num_heads": 2, "num_kv_heads": 2, "head_dim": 32, "d_ff": 128,
+    }  # fmt: skip
     model = Decoder(ModelSpec(vocab_size=corpus.tokenizer.vocab_size, max_positions=64, **shape))
     init_weights(model, 0)
     save_trained(tmp_path / "kept", model, corpus, mesh=open_mesh(), seed=7, tokens=12345)

@@ -325,21 +325,6 @@ def test_every_kind_of_state_is_hosted() -> None:
     assert not any(".weight_" in n for n in twin.state_dict())
 
 
-def test_our_decoder() -> None:
-    from shoestring.model.spec import ModelSpec
-    from shoestring.model.transformer import Decoder
-
-    sizes = {"vocab_size": 32, "d_model": 64, "num_layers": 2, "d_ff": 96, "max_positions": 16}
-    spec = ModelSpec(**sizes, num_heads=4, num_kv_heads=2, head_dim=16, tied=False)
-    torch.manual_seed(0)
-    model = Decoder(spec)
-    report = convert(model, [("blocks.*.attn.*", FloatAsym("nf4", group=32)), ("*", IntAsym(group=32))])
-    assert len(report.changed) == 14 and "head" not in formats_of(model)
-    expected = model(TOKENS)
-    pack(model)
-    assert torch.equal(model(TOKENS), expected)
-
-
 # -- torch.compile -------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("label", ["nf3:g32", pytest.param("int4:g32", marks=pytest.mark.lab)])
 def test_ten_layers_compile_once(label: str) -> None:

@@ -69,27 +69,16 @@ def test_law_1_error_stays_within_the_stated_bound(format: Format, dtype: torch.
 @pytest.mark.parametrize(
     "label",
     [
-        "int2:g8",
-        "int3:g8",
-        "int4:g16",
-        "int8:g0",
-        "int4:min:g8",
-        "int8:min:g16",
-        "nf2:g8",
-        "nf3:g8",
-        "nf4:s1:g16",
+        "int2:g8", "int3:g8", "int4:g16", "int8:g0", "int4:min:g8", "int8:min:g16", "nf2:g8", "nf3:g8", "nf4:s1:g16",
         "fp4:g8",
     ],
-)
+)  # fmt: skip
 @settings(max_examples=60, deadline=None)
 @given(
-    rows=st.integers(1, 3),
-    runs=st.integers(1, 3),
-    scale=st.sampled_from([1e-30, 1e-9, 6e-8, 1e-4, 1.0, 1e4, 1e9]),
-    values=st.lists(st.integers(-20, 20), min_size=16, max_size=16),
-    shift=st.sampled_from([0.0, 0.7, -25.0]),
+    rows=st.integers(1, 3), runs=st.integers(1, 3), scale=st.sampled_from([1e-30, 1e-9, 6e-8, 1e-4, 1.0, 1e4, 1e9]),
+    values=st.lists(st.integers(-20, 20), min_size=16, max_size=16), shift=st.sampled_from([0.0, 0.7, -25.0]),
     half=st.booleans(),
-)
+)  # fmt: skip
 @example(rows=1, runs=1, scale=1.0, values=[0] * 16, shift=0.0, half=False)
 @example(rows=1, runs=1, scale=1.0, values=[1] * 16, shift=0.0, half=True)
 def test_law_1_and_3_on_awkward_values(

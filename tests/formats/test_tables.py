@@ -108,18 +108,12 @@ def test_cast_weight_keeps_the_gradient_of_a_cast() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("int5", "Did you mean 'int"),
-        ("nf3:g60", "multiple of 8"),
-        ("nf3:s3", "3 scales"),
-        ("int4:s2", "no option 's2'"),
-        ("int4:q", "no option 'q'"),
-        ("dense:g64", "no option"),
-        ("", "There is no format"),
-        ("int4:g64:g32", "says its group twice"),
-        ("nf3:g64:learned:fixed", "says its grid twice"),
-        ("sparse24:tile:soft", "says its select twice"),
+        ("int5", "Did you mean 'int"), ("nf3:g60", "multiple of 8"), ("nf3:s3", "3 scales"),
+        ("int4:s2", "no option 's2'"), ("int4:q", "no option 'q'"), ("dense:g64", "no option"),
+        ("", "There is no format"), ("int4:g64:g32", "says its group twice"),
+        ("nf3:g64:learned:fixed", "says its grid twice"), ("sparse24:tile:soft", "says its select twice"),
     ],
-)
+)  # fmt: skip
 def test_bad_spellings(text: str, message: str) -> None:
     with pytest.raises(UserError, match=message) as error:
         parse_format(text)

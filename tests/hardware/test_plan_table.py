@@ -101,18 +101,12 @@ def test_choices_are_made_again_when_the_table_changes(table: PlanTable[Plan]) -
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"warps": 4, "digits": 1}, "unknown field 'digits'"),
-        ({"depth": 3}, "warps"),
-        ({"warps": "4"}, "warps = '4'"),
-        ({"warps": True}, "warps = True"),
-        ({"warps": 4.5}, "warps = 4.5"),
-        ({"warps": 4, "algorithms": [1]}, "algorithms = (1,)"),
-        ({"warps": 4, "algorithms": [1, "2"]}, "algorithms"),
-        ({"warps": 4, "sizes": 3}, "sizes = 3"),
-        ({"warps": 4, "sizes": ["3"]}, "sizes"),
-        ([4], "[4]"),
+        ({"warps": 4, "digits": 1}, "unknown field 'digits'"), ({"depth": 3}, "warps"),
+        ({"warps": "4"}, "warps = '4'"), ({"warps": True}, "warps = True"), ({"warps": 4.5}, "warps = 4.5"),
+        ({"warps": 4, "algorithms": [1]}, "algorithms = (1,)"), ({"warps": 4, "algorithms": [1, "2"]}, "algorithms"),
+        ({"warps": 4, "sizes": 3}, "sizes = 3"), ({"warps": 4, "sizes": ["3"]}, "sizes"), ([4], "[4]"),
     ],
-)
+)  # fmt: skip
 def test_a_damaged_entry_is_left_out_with_its_reason(fields: object, reason: str) -> None:
     found, reasons = parse_plans(json.dumps({"bad": fields, "good": {"warps": 1, "ms": 2}}), Plan)
     assert found == {"good": Plan(1, ms=2)}

@@ -36,7 +36,7 @@ for line in sys.stdin:
 
 HERE = Path(__file__).parent
 # The tests of every family of kernels, the core's and those of methods, and whatever this process was told to look at.
-FAMILIES = (HERE, *(d for d in HERE.iterdir() if d.is_dir()), *HERE.parent.glob("methods/*/kernels"))
+FAMILIES = (HERE, HERE.parent, *(d for d in HERE.iterdir() if d.is_dir()), *HERE.parent.glob("methods/*/kernels"))
 PATHS = [*map(str, FAMILIES), os.environ.get("PYTHONPATH", "")]
 
 

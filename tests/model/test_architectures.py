@@ -29,30 +29,19 @@ from shoestring.train.objectives import CrossEntropy
 transformers = pytest.importorskip("transformers")
 
 SMALL = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "bos_token_id": 1,
-    "eos_token_id": 63,
-    "pad_token_id": 0,
-}
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 63, "pad_token_id": 0,
+}  # fmt: skip
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gemma2": {"head_dim": 16, "sliding_window": 6, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
     "gemma3_text": {"num_hidden_layers": 6, "head_dim": 16, "sliding_window": 6},
-    "phi3": {"partial_rotary_factor": 0.5},
-    "olmo2": {},
-    "smollm3": {"num_hidden_layers": 4},
-    "gpt_neox": {"num_key_value_heads": None},
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "phi3": {"partial_rotary_factor": 0.5}, "olmo2": {}, "smollm3": {"num_hidden_layers": 4},
+    "gpt_neox": {"num_key_value_heads": None}, "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen2_moe": {**MOE, "shared_expert_intermediate_size": 32, "mlp_only_layers": [0]},
     "qwen3_moe": {**MOE, "head_dim": 16, "norm_topk_prob": True},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
-}
+}  # fmt: skip
 NUM_NEW = 6
 GREEDY = Sampling(max_tokens=NUM_NEW, temperature=0.0, ignore_eos=True)
 TOKENS = torch.randint(1, 60, (4, 24), generator=torch.Generator().manual_seed(1))
@@ -119,6 +108,7 @@ def test_a_folder_out_is_the_same_model(model_and_folder: tuple[Any, Path], tmp_
         assert 0 < (got - theirs(TOKENS).logits).square().mean() < theirs(TOKENS).logits.var()
 
 
+@pytest.mark.few(5)
 def test_calibrated_quantization(model_and_folder: tuple[Any, Path]) -> None:
     _, folder = model_and_folder
     tokens = torch.randint(1, 60, (16, 32), generator=torch.Generator().manual_seed(2))

@@ -50,14 +50,10 @@ def test_broken_templates(template: str, why: str) -> None:
 @pytest.mark.parametrize(
     "template",
     [
-        "{{ raise_exception('no system message') }}",
-        "{{ messages[9].content }}",
-        "{{ 1 // 0 }}",
-        "{{ ''.__class__.__mro__ }}",
-        "{{ messages.append(1) }}",
-        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{{ raise_exception('no system message') }}", "{{ messages[9].content }}", "{{ 1 // 0 }}",
+        "{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     ],
-)
+)  # fmt: skip
 def test_templates_that_refuse_a_chat(template: str) -> None:
     refused("does not accept this chat", text, template)
 

@@ -22,26 +22,16 @@ from shoestring.model import Decoder, gguf_file
 from shoestring.model.folder import load_model, read_spec
 from shoestring.model.gguf import load_gguf, read_metadata
 from shoestring.model.gguf_file import BLOCK_TYPES, open_gguf
-from shoestring.model.gguf_names import from_interleaved, to_interleaved
 from shoestring.model.spec import LinearRope
 from shoestring.model.tokenizer import Tokenizer
 
 HF_TO_GGUF = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
+    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+    "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm", "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -63,18 +53,10 @@ def tiny_hf(arch: str, *, tied: bool = False, width: int = 64) -> Any:
         "qwen3": transformers.Qwen3Config,
     }[arch]
     config = config_class(
-        vocab_size=260,
-        hidden_size=width,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=width // 4,
-        intermediate_size=2 * width,
-        max_position_embeddings=128,
-        rope_theta=5000.0,
-        tie_word_embeddings=tied,
-        initializer_range=0.2,
-    )
+        vocab_size=260, hidden_size=width, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=width // 4, intermediate_size=2 * width, max_position_embeddings=128, rope_theta=5000.0,
+        tie_word_embeddings=tied, initializer_range=0.2,
+    )  # fmt: skip
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     for parameter in model.parameters():  # norms and biases too: their mapping must matter
         if parameter.dim() == 1:
@@ -111,17 +93,12 @@ def write_gguf(
     config = model.config
     writer = gguf.GGUFWriter(path, arch)
     numbers = {
-        "block_count": config.num_hidden_layers,
-        "context_length": config.max_position_embeddings,
-        "embedding_length": config.hidden_size,
-        "feed_forward_length": config.intermediate_size,
-        "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads,
-        "attention.key_length": config.head_dim if arch == "qwen3" else None,
-        "rope.freq_base": 5000.0,
-        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-        **(metadata or {}),
-    }
+        "block_count": config.num_hidden_layers, "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size, "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads, "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": config.head_dim if arch == "qwen3" else None, "rope.freq_base": 5000.0,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps, **(metadata or {}),
+    }  # fmt: skip
     for key, value in numbers.items():
         if isinstance(value, str):
             writer.add_string(f"{arch}.{key}", value)
@@ -221,69 +198,7 @@ def test_spec_and_tokenizer(tmp_path: Path, vocabulary: dict[str, Any]) -> None:
     assert state["norm.weight"].sum() > 0  # tensors are copies, not views of the file
 
 
-def test_head_permutation_is_undone() -> None:
-    weight = torch.randn(24, 5)
-    for heads in (1, 2, 3):
-        there = torch.from_numpy(pairs_from_halves(weight.numpy(), heads))
-        assert torch.equal(from_interleaved(there, heads), weight)
-        assert torch.equal(to_interleaved(weight, heads), there)
-    bias = torch.randn(24)
-    assert torch.equal(from_interleaved(torch.from_numpy(pairs_from_halves(bias.numpy(), 3)), 3), bias)
-
-
 # --- K-quants against the format's definition, element by element -------------------------------
-
-
-def q4_k_block(raw: bytes) -> list[float]:
-    d, dmin = struct.unpack_from("<2e", raw, 0)
-    scales, quants = raw[4:16], raw[16:144]
-
-    def scale_and_min(j: int) -> tuple[int, int]:
-        if j < 4:
-            return scales[j] & 63, scales[j + 4] & 63
-        low, high = scales[j + 4] & 15, scales[j + 4] >> 4
-        return low | (scales[j - 4] >> 6) << 4, high | (scales[j] >> 6) << 4
-
-    out = []
-    for group in range(8):
-        scale, minimum = scale_and_min(group)
-        for i in range(32):
-            byte = quants[group // 2 * 32 + i]
-            quant = byte >> 4 if group % 2 else byte & 15
-            out.append(d * scale * quant - dmin * minimum)
-    return out
-
-
-def q6_k_block(raw: bytes) -> list[float]:
-    low, high = raw[:128], raw[128:192]
-    scales = struct.unpack_from("<16b", raw, 192)
-    (d,) = struct.unpack_from("<e", raw, 208)
-    out = []
-    for i in range(256):
-        half, rest = divmod(i, 128)
-        quarter, lane = divmod(rest, 32)
-        byte = low[half * 64 + lane + 32 * (quarter % 2)]
-        nibble = byte >> 4 if quarter >= 2 else byte & 15
-        top = high[half * 32 + lane] >> (2 * quarter) & 3
-        out.append(d * scales[i // 16] * ((nibble | top << 4) - 32))
-    return out
-
-
-@pytest.mark.parametrize(("kind", "size", "block"), [(Type.Q4_K, 144, q4_k_block), (Type.Q6_K, 210, q6_k_block)])
-def test_k_quants_by_definition(tmp_path: Path, vocabulary: dict[str, Any], kind: Type, size: int, block: Any) -> None:
-    rng = np.random.default_rng(0)
-    raw = rng.integers(0, 256, (512, size), dtype=np.uint8)
-    steps = rng.uniform(1e-3, 2e-3, (512, 2)).astype(np.float16).view(np.uint8)
-    if kind == Type.Q4_K:
-        raw[:, :4] = steps
-    else:
-        raw[:, 208:] = steps[:, :2]
-    name = "blk.1.ffn_up.weight"
-    path = write_gguf(tmp_path / "m.gguf", vocabulary, tiny_hf("llama", width=256), raw={name: (raw, kind)})
-    _, state, _ = load_gguf(path)
-    expected = torch.tensor([block(row.tobytes()) for row in raw])
-    torch.testing.assert_close(state["blocks.1.mlp.up.weight"], expected, atol=1e-6, rtol=1e-5)
-    assert expected.std() > 1e-3
 
 
 def test_every_type_that_the_package_decodes(tmp_path: Path, vocabulary: dict[str, Any]) -> None:
@@ -327,13 +242,9 @@ def llama3_factors(factor: float) -> np.ndarray:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     scaling = {
-        "rope_type": "llama3",
-        "rope_theta": 500000.0,
-        "factor": factor,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
+        "rope_type": "llama3", "rope_theta": 500000.0, "factor": factor, "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+    }  # fmt: skip
     config = LlamaConfig(
         hidden_size=256, num_attention_heads=4, head_dim=64, rope_parameters=scaling, max_position_embeddings=131072
     )
@@ -347,12 +258,9 @@ def test_llama3_scaling_is_recognised(tmp_path: Path, vocabulary: dict[str, Any]
 
     def load(factors: np.ndarray) -> Any:
         path = write_gguf(
-            tmp_path / "m.gguf",
-            vocabulary,
-            model,
-            metadata={"rope.freq_base": 500000.0},
+            tmp_path / "m.gguf", vocabulary, model, metadata={"rope.freq_base": 500000.0},
             extra={"rope_freqs.weight": factors},
-        )
+        )  # fmt: skip
         return load_gguf(path)[0].rope_scaling
 
     for factor in (8.0, 32.0):
@@ -377,6 +285,8 @@ def test_a_factor_without_a_type_is_linear(tmp_path: Path, vocabulary: dict[str,
         path = write_gguf(tmp_path / "m.gguf", vocabulary, model, metadata=keys)
         assert load_gguf(path)[0].rope_scaling == scaling, keys
 
+
+IDS = {"blk.1.ffn_up.weight": (np.ones((128, 64), np.int32), Type.I32)}
 
 # --- refusals -------------------------------------------------------------------------------------
 
@@ -415,19 +325,13 @@ def test_a_factor_without_a_type_is_linear(tmp_path: Path, vocabulary: dict[str,
         ({"metadata": {"rope.freq_base": float("inf")}}, r"freq_base must be a number"),
         ({"metadata": {"attention.sliding_window": -5.0}}, "sliding_window must be a whole number"),
         ({"arch": "gemma"}, "'gemma'; supported in GGUF files: llama"),
+        ({"arch": "mamba", "raw": IDS}, "architecture 'mamba'"),  # before the types
+        ({"raw": IDS}, r"ffn_up\.weight' is stored as I32.*supported: F32.*NVFP4"),
     ],
 )
 def test_refusals(tmp_path: Path, vocabulary: dict[str, Any], options: dict[str, Any], message: str) -> None:
     path = write_gguf(tmp_path / "m.gguf", vocabulary, tiny_hf("llama"), **options)
     refused(message, load_gguf, path)
-
-
-def test_the_architecture_is_checked_before_the_types(tmp_path: Path, vocabulary: dict[str, Any]) -> None:
-    ids = {"blk.1.ffn_up.weight": (np.ones((128, 64), np.int32), Type.I32)}
-    path = write_gguf(tmp_path / "m.gguf", vocabulary, tiny_hf("llama"), arch="mamba", raw=ids)
-    refused("architecture 'mamba'", load_gguf, path)
-    path = write_gguf(tmp_path / "m.gguf", vocabulary, tiny_hf("llama"), raw=ids)
-    refused(r"ffn_up\.weight' is stored as I32.*supported: F32.*NVFP4", load_gguf, path)
 
 
 def test_the_file_is_read_once_and_only_where_asked(
@@ -486,18 +390,11 @@ def test_tensors_lie_one_behind_the_other(tmp_path: Path, vocabulary: dict[str, 
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("tokens", [1, 2]),
-        ("tokens", "abc"),
-        ("merges", [["a", "b"]]),
-        ("scores", [float("nan")]),
-        ("token_type", ["a"]),
-        ("bos_token_id", -1),
-        ("eos_token_id", "0"),
-        ("unknown_token_id", 99),
-        ("add_bos_token", 3),
-        ("tokens", ["x" * 5000, "y"]),
+        ("tokens", [1, 2]), ("tokens", "abc"), ("merges", [["a", "b"]]), ("scores", [float("nan")]),
+        ("token_type", ["a"]), ("bos_token_id", -1), ("eos_token_id", "0"), ("unknown_token_id", 99),
+        ("add_bos_token", 3), ("tokens", ["x" * 5000, "y"]),
     ],
-)
+)  # fmt: skip
 def test_vocabularies_of_the_wrong_type(key: str, value: Any) -> None:
     fields = {
         "tokenizer.ggml.model": "llama",
@@ -511,37 +408,20 @@ def test_vocabularies_of_the_wrong_type(key: str, value: Any) -> None:
     )
 
 
-@pytest.mark.parametrize("call", ["_map", "_parse"])
-@pytest.mark.parametrize(
-    ("error", "which"),
-    [
-        (MemoryError(), "host"),
-        (OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)), "host"),
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), "GPU"),
-    ],
-    ids=["python", "map", "torch"],
-)
+@pytest.mark.parametrize("error", [MemoryError(), OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))], ids=str)
+@pytest.mark.parametrize("call", ["mmap.mmap", "shoestring.model.gguf_file.GgufFile._parse"])
 def test_no_memory_is_not_a_damaged_file(
-    tmp_path: Path,
-    vocabulary: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    error: Exception,
-    which: str,
-    call: str,
+    tmp_path, vocabulary, monkeypatch, capsys, error: Exception, call: str
 ) -> None:
     path = write_gguf(tmp_path / "m.gguf", vocabulary, tiny_hf("llama"))
 
     def full(*args: Any, **options: Any) -> None:
         raise error
 
-    if call == "_map":
-        monkeypatch.setattr("mmap.mmap", full)
-    else:
-        monkeypatch.setattr(gguf_file.GgufFile, call, full)
+    monkeypatch.setattr(call, full)
     assert run_cli(["inspect", str(path)]) == 2
     told = capsys.readouterr().err
-    assert told.startswith(f"error: out of {which} memory") and told.count("\n") == 1, told
+    assert told.startswith("error: out of host memory") and told.count("\n") == 1, told
 
 
 def test_other_errors_of_the_reader_keep_their_traceback(

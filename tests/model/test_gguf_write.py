@@ -38,34 +38,22 @@ from tiny import CAT_TEXT, LLAMA, chat_tokenizer, random_model, tiny_tokenizer
 transformers = pytest.importorskip("transformers")
 
 SMALL = {
-    "vocab_size": 300,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-}
+    "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"rope_theta": 5e5, "tie_word_embeddings": False},
-    "mistral": {"head_dim": 32, "sliding_window": 8},
-    "qwen2": {"rms_norm_eps": 1e-5},
-    "qwen3": {"head_dim": 32},
-    "smollm3": {"num_hidden_layers": 4},
+    "llama": {"rope_theta": 5e5, "tie_word_embeddings": False}, "mistral": {"head_dim": 32, "sliding_window": 8},
+    "qwen2": {"rms_norm_eps": 1e-5}, "qwen3": {"head_dim": 32}, "smollm3": {"num_hidden_layers": 4},
     "gemma2": {"head_dim": 32, "sliding_window": 6, "query_pre_attn_scalar": 32},
     "gemma3_text": {"num_hidden_layers": 7, "head_dim": 32, "sliding_window": 6, "query_pre_attn_scalar": 32},
-    "phi3": {"partial_rotary_factor": 0.5, "tie_word_embeddings": False, "pad_token_id": 0},
-    "olmo2": {},
-    "gpt_neox": {"num_key_value_heads": None},
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "phi3": {"partial_rotary_factor": 0.5, "tie_word_embeddings": False, "pad_token_id": 0}, "olmo2": {},
+    "gpt_neox": {"num_key_value_heads": None}, "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen2_moe": {**MOE, "shared_expert_intermediate_size": 64},
     "qwen3_moe": {**MOE, "head_dim": 32, "norm_topk_prob": True},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4},
     "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "num_key_value_heads": None},
-}
+}  # fmt: skip
 # transformers reads GGUF files of these itself: what was written is compared with somebody else's understanding.
 READ_BY_TRANSFORMERS = ("llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "qwen3_moe", "gpt2")
 IDS = torch.randint(1, 300, (2, 20), generator=torch.Generator().manual_seed(1))
@@ -125,15 +113,10 @@ def test_transformers_reads_the_same_model(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("format", "kind"),
     [
-        ("int4:sym:g32", "Q4_0"),
-        ("int4:sym:g64", "Q4_0"),
-        ("int4:g32", "Q5_0"),
-        ("int3:g32", "Q4_0"),
-        ("int2:g64", "Q4_0"),
-        ("int8:sym:g32", "Q8_0"),
-        ("int8:sym:g0", "Q8_0"),
+        ("int4:sym:g32", "Q4_0"), ("int4:sym:g64", "Q4_0"), ("int4:g32", "Q5_0"), ("int3:g32", "Q4_0"),
+        ("int2:g64", "Q4_0"), ("int8:sym:g32", "Q8_0"), ("int8:sym:g0", "Q8_0"),
     ],
-)
+)  # fmt: skip
 def test_grids_that_are_llama_cpps_are_written_exactly(format: str, kind: str, tmp_path: Path) -> None:
     model = packed_model(
         replace(LLAMA, d_model=64, d_ff=96 if "64" not in format else 128, num_heads=4, head_dim=16), format
@@ -226,13 +209,9 @@ def test_a_part_that_numpy_wrote_replaces_nothing(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr("shoestring.model.gguf_write._write", cut_short)
     refused(
-        r"512 requested and 7 written, perhaps because the disk is full.*free some",
-        save_gguf,
-        path,
-        model,
-        tiny_tokenizer(),
-        kind="F32",
-    )
+        r"512 requested and 7 written, perhaps because the disk is full.*free some", save_gguf, path, model,
+        tiny_tokenizer(), kind="F32",
+    )  # fmt: skip
     assert path.read_bytes() == b"before" and list(tmp_path.iterdir()) == [path]
 
 
@@ -389,12 +368,9 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_k_types_need_llama_cpp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "llama_cpp", None)
     refused(
-        "pip install llama-cpp-python",
-        export_model,
-        tmp_path / "absent",
-        tmp_path / "m.gguf",
+        "pip install llama-cpp-python", export_model, tmp_path / "absent", tmp_path / "m.gguf",
         kind=next(iter(LLAMA_TYPES)),
-    )
+    )  # fmt: skip
 
 
 def test_the_least_bits_of_a_type_are_in_its_name() -> None:

@@ -22,32 +22,17 @@ from tiny import from_hf_names, to_hf_names
 transformers = pytest.importorskip("transformers")
 
 SMALL = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
-}
+}  # fmt: skip
 GPT2 = {
-    "vocab_size": 97,
-    "n_embd": 32,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_positions": 64,
-    "bos_token_id": 1,
+    "vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "bos_token_id": 1,
     "eos_token_id": 2,
-}
+}  # fmt: skip
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 500.0}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.1, 1.3, 1.7], "long_factor": [1.5, 2.0, 4.0, 6.0]}
@@ -67,38 +52,23 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mistral-full": {"model_type": "mistral", **SMALL, "sliding_window": None},
     "qwen2": {"model_type": "qwen2", **SMALL, "tie_word_embeddings": True},
     "qwen2-window": {
-        "model_type": "qwen2",
-        **SMALL,
-        "use_sliding_window": True,
-        "sliding_window": 4,
-        "max_window_layers": 1,
+        "model_type": "qwen2", **SMALL, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1,
     },
     "qwen3": {"model_type": "qwen3", **SMALL, "head_dim": 12, "attention_bias": True},
     "qwen3-window": {
-        "model_type": "qwen3",
-        **SMALL,
-        "head_dim": 16,
-        "use_sliding_window": True,
-        "sliding_window": 6,
+        "model_type": "qwen3", **SMALL, "head_dim": 16, "use_sliding_window": True, "sliding_window": 6,
         "layer_types": ["full_attention", "full_attention", "sliding_attention"],
     },
     "gpt2": {"model_type": "gpt2", **GPT2},
     "gpt2-untied": {
-        "model_type": "gpt2",
-        **GPT2,
-        "tie_word_embeddings": False,
-        "n_inner": 40,
-        "activation_function": "gelu",
+        "model_type": "gpt2", **GPT2, "tie_word_embeddings": False, "n_inner": 40, "activation_function": "gelu",
     },
     "llama-linear": {"model_type": "llama", **SMALL, "rope_scaling": {"rope_type": "linear", "factor": 3.0}},
     "llama-dynamic": {"model_type": "llama", **SMALL, "rope_scaling": {"type": "dynamic", "factor": 3.0}},
     "qwen3-yarn": {"model_type": "qwen3", **SMALL, "head_dim": 16, "rope_parameters": YARN},
     "gemma2": {"model_type": "gemma2", **SMALL, "head_dim": 12, "sliding_window": 5, "query_pre_attn_scalar": 20},
     "gemma2-caps": {
-        "model_type": "gemma2",
-        **SMALL,
-        "head_dim": 12,
-        "attn_logit_softcapping": 0.7,
+        "model_type": "gemma2", **SMALL, "head_dim": 12, "attn_logit_softcapping": 0.7,
         "final_logit_softcapping": 1.1,
     },
     "gemma3": {"model_type": "gemma3_text", **SMALL, "num_hidden_layers": 7, "head_dim": 12, "sliding_window": 5},
@@ -117,10 +87,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "phi3-longrope": {"model_type": "phi3", **SMALL, **ORIGINAL, "rope_scaling": LONGROPE},
     "phi3-long": {"model_type": "phi3", **SMALL, "original_max_position_embeddings": 20, "rope_scaling": LONGROPE},
     "phi3-part": {
-        "model_type": "phi3",
-        **SMALL,
-        **ORIGINAL,
-        "partial_rotary_factor": 0.75,
+        "model_type": "phi3", **SMALL, **ORIGINAL, "partial_rotary_factor": 0.75,
         "rope_scaling": {**LONGROPE, "short_factor": [1.0, 1.1, 1.3], "long_factor": [1.5, 2.0, 4.0]},
     },
     "olmo2": {"model_type": "olmo2", **SMALL},
@@ -130,25 +97,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gpt-neox-serial": {"model_type": "gpt_neox", **SMALL, "use_parallel_residual": False, "attention_bias": False},
     "mixtral": {"model_type": "mixtral", **SMALL, "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen2-moe": {
-        "model_type": "qwen2_moe",
-        **SMALL,
-        **MOE,
-        "shared_expert_intermediate_size": 40,
-        "mlp_only_layers": [1],
+        "model_type": "qwen2_moe", **SMALL, **MOE, "shared_expert_intermediate_size": 40, "mlp_only_layers": [1],
     },
     "qwen2-moe-window": {
-        "model_type": "qwen2_moe",
-        **SMALL,
-        **MOE,
-        "num_hidden_layers": 4,
-        "shared_expert_intermediate_size": 40,
-        "use_sliding_window": True,
-        "sliding_window": 4,
-        "max_window_layers": 2,
+        "model_type": "qwen2_moe", **SMALL, **MOE, "num_hidden_layers": 4, "shared_expert_intermediate_size": 40,
+        "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2,
     },
     "qwen3-moe": {"model_type": "qwen3_moe", **SMALL, **MOE, "head_dim": 12, "norm_topk_prob": True},
     "olmoe": {"model_type": "olmoe", **SMALL, "num_experts": 4, "num_experts_per_tok": 3},
-}
+}  # fmt: skip
 for neox in ("gpt-neox", "gpt-neox-serial"):
     del CONFIGS[neox]["num_key_value_heads"]
 
@@ -351,10 +308,8 @@ def test_packed_names_map_like_weight(name: str) -> None:
     ("base", "change", "words"),
     [
         ("llama", {"model_type": "deepseek_v3"}, ["deepseek_v3", "llama, mistral, qwen2, qwen3, smollm3"]),
-        ("llama", {"model_type": "lama"}, ["Did you mean 'llama'"]),
-        ("llama", {"model_type": None}, ["model_type"]),
-        ("llama", {"hidden_size": None}, ["hidden_size"]),
-        ("llama", {"hidden_size": "32"}, ["hidden_size", "'32'"]),
+        ("llama", {"model_type": "lama"}, ["Did you mean 'llama'"]), ("llama", {"model_type": None}, ["model_type"]),
+        ("llama", {"hidden_size": None}, ["hidden_size"]), ("llama", {"hidden_size": "32"}, ["hidden_size", "'32'"]),
         ("llama", {"hidden_size": 33}, ["hidden_size=33", "head_dim"]),
         ("llama", {"num_hidden_layers": 0}, ["num_hidden_layers"]),
         ("llama", {"num_hidden_layers": True}, ["num_hidden_layers"]),
@@ -363,8 +318,7 @@ def test_packed_names_map_like_weight(name: str) -> None:
         ("llama", {"num_key_value_heads": 3}, ["num_kv_heads=3"]),
         ("llama", {"vocab_size": 1 << 40}, ["vocab_size=1099511627776", "1 to 67,108,864"]),
         ("llama", {"num_hidden_layers": 20_000}, ["num_layers=20000", "1 to 10,000"]),
-        ("llama", {"head_dim": 7}, ["head_dim=7"]),
-        ("llama", {"hidden_act": "relu"}, ["hidden_act", "silu", "gelu"]),
+        ("llama", {"head_dim": 7}, ["head_dim=7"]), ("llama", {"hidden_act": "relu"}, ["hidden_act", "silu", "gelu"]),
         ("llama", {"hidden_act": ["silu"]}, ["hidden_act=['silu']"]),
         ("gpt2", {"activation_function": {}}, ["activation_function={}"]),
         ("llama", {"rope_scaling": {"rope_type": "ntk", "factor": 2.0}}, ["ntk", "yarn", "llama3"]),
@@ -373,16 +327,14 @@ def test_packed_names_map_like_weight(name: str) -> None:
         ("qwen3", {"rope_scaling": {**YARN, "beta_fast": "many"}}, ["beta_fast"]),
         ("phi3", {"rope_scaling": {**LONGROPE, "long_factor": [1.0, 2.0]}}, ["[2, 4]", "needs 4"]),
         ("phi3", {"rope_scaling": {**LONGROPE, "short_factor": [1.0, None]}}, ["short_factor"]),
-        ("phi3", {"partial_rotary_factor": 1.5}, ["1.5"]),
-        ("gpt-neox", {"rotary_pct": 0.1}, ["0 of head_dim=8"]),
+        ("phi3", {"partial_rotary_factor": 1.5}, ["1.5"]), ("gpt-neox", {"rotary_pct": 0.1}, ["0 of head_dim=8"]),
         ("gemma2", {"attn_logit_softcapping": 0.0}, ["attn_logit_softcapping"]),
         ("gemma3", {"use_bidirectional_attention": True}, ["use_bidirectional_attention"]),
         ("gemma3", {"rope_parameters": {"full_attention": {}, "sliding_attention": 3}}, ["rope_parameters"]),
         ("smollm3", {"no_rope_layers": [1, 0]}, ["no_rope_layers", "5"]),
         ("mixtral", {"num_experts_per_tok": 9}, ["9 of 4 experts"]),
         ("qwen2-moe", {"mlp_only_layers": "none"}, ["mlp_only_layers"]),
-        ("olmoe", {"clip_qkv": 8.0}, ["clip_qkv=8.0"]),
-        ("llama", {"rope_scaling": "llama3"}, ["rope_scaling"]),
+        ("olmoe", {"clip_qkv": 8.0}, ["clip_qkv=8.0"]), ("llama", {"rope_scaling": "llama3"}, ["rope_scaling"]),
         ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, ["low_freq_factor"]),
         ("llama", {"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, ["high_freq_factor"]),
         ("llama", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, ["partial_rotary_factor"]),
@@ -399,10 +351,9 @@ def test_packed_names_map_like_weight(name: str) -> None:
         ("qwen2", {"layer_types": ["sliding_attention"] * 3}, ["without a sliding window"]),
         ("gpt2", {"activation_function": "relu"}, ["relu", "gelu_new"]),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, ["scale_attn_by_inverse_layer_idx"]),
-        ("gpt2", {"scale_attn_weights": False}, ["scale_attn_weights"]),
-        ("gpt2", {"n_head": 5}, ["n_head=5"]),
+        ("gpt2", {"scale_attn_weights": False}, ["scale_attn_weights"]), ("gpt2", {"n_head": 5}, ["n_head=5"]),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_computed_faithfully_is_refused(base: str, change: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(UserError) as error:
         spec_from_hf({**CONFIGS[base], **change})

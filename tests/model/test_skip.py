@@ -104,14 +104,11 @@ def test_stand_ins_keep_the_streams_dtype_and_its_precision() -> None:
 
 def test_ids_are_made_of_everything_but_the_name() -> None:
     ids = {
-        SkipSet([]).id,
-        SkipSet([Sublayer(1, "attn")]).id,
-        SkipSet([Sublayer(1, "mlp")]).id,
+        SkipSet([]).id, SkipSet([Sublayer(1, "attn")]).id, SkipSet([Sublayer(1, "mlp")]).id,
         SkipSet({Sublayer(1, "mlp"): StandIn(torch.tensor([1.5]))}).id,
         SkipSet({Sublayer(1, "mlp"): StandIn(torch.tensor([1.6]))}).id,
-        SkipSet({Sublayer(1, "mlp"): StandIn(None, torch.tensor([1.6]))}).id,
-        some_set().id,
-    }
+        SkipSet({Sublayer(1, "mlp"): StandIn(None, torch.tensor([1.6]))}).id, some_set().id,
+    }  # fmt: skip
     assert len(ids) == 7
     one = SkipSet([Sublayer(1, "mlp"), Sublayer(0, "attn")], name="a")
     two = SkipSet([Sublayer(0, "attn"), Sublayer(1, "mlp")], name="b")

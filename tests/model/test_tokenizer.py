@@ -47,15 +47,11 @@ def byte_level_fields(pre: str, **changes: Any) -> dict[str, Any]:
     state = json.loads(Tokenizer.train(TEXTS, 340).backend.to_str())
     vocab = sorted(state["model"]["vocab"], key=state["model"]["vocab"].get)
     return {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": pre,
-        "tokenizer.ggml.tokens": vocab,
+        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": pre, "tokenizer.ggml.tokens": vocab,
         "tokenizer.ggml.merges": [" ".join(pair) for pair in state["model"]["merges"]],
-        "tokenizer.ggml.token_type": [3] + [1] * (len(vocab) - 1),
-        "tokenizer.ggml.bos_token_id": 0,
-        "tokenizer.ggml.eos_token_id": 0,
-        **changes,
-    }
+        "tokenizer.ggml.token_type": [3] + [1] * (len(vocab) - 1), "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.ggml.eos_token_id": 0, **changes,
+    }  # fmt: skip
 
 
 # --- training -------------------------------------------------------------------------------------
@@ -226,6 +222,7 @@ ENDS = [
 
 @pytest.mark.parametrize("flags", ENDS, ids=str)
 @pytest.mark.parametrize("kind", ["GPT2Tokenizer", "Qwen2Tokenizer", "post-processor with BOS", "with BOS and EOS"])
+@pytest.mark.few(12)
 def test_ends_and_split_special_tokens_as_in_transformers(
     trained: Tokenizer, tmp_path: Path, kind: str, flags: dict[str, bool | None]
 ) -> None:

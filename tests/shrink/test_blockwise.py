@@ -43,6 +43,7 @@ def logit_error(model: Decoder, spec: ModelSpec = QWEN2) -> float:
 
 
 # -- what it is for ------------------------------------------------------------------------------------------
+@pytest.mark.few(1)
 @pytest.mark.parametrize("label", ["int2:g32", "nf3:s2:g64"])
 def test_training_beats_the_method_it_starts_from(label: str) -> None:
     """On a text it has not seen, by the whole model's logits."""
@@ -59,6 +60,7 @@ def test_training_beats_the_method_it_starts_from(label: str) -> None:
 
 
 @pytest.mark.parametrize("init", list(METHODS))
+@pytest.mark.few(4)
 def test_every_start_and_both_kinds_of_inputs(init: str) -> None:
     inputs = "full" if init in ("rtn", "gptq") else "quantized"
     model, report = trained("int3:g32", replace(QUICK, init=init, epochs=1), inputs=inputs)

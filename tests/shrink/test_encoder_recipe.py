@@ -123,11 +123,8 @@ def test_damaged_folders_are_one_line(bert: Path, here: Path, cli: Callable[...,
     whole = load_file(file)
     save_file({n: t for n, t in whole.items() if n != "embeddings.LayerNorm.bias"}, file)
     refused(
-        r"only config.json has 'embeddings\.LayerNorm\.bias'",
-        load_encoder_module,
-        here / "cut/model",
-        "cpu",
+        r"only config.json has 'embeddings\.LayerNorm\.bias'", load_encoder_module, here / "cut/model", "cpu",
         torch.float32,
-    )
+    )  # fmt: skip
     save_file({**whole, "embeddings.LayerNorm.bias": torch.zeros(3)}, file)
     refused("has shape", load_encoder_module, here / "cut/model", "cpu", torch.float32)

@@ -158,12 +158,9 @@ def test_blocks_as_units_dense_as_a_candidate_and_stopped_runs(tmp_path: Path) -
 def test_bad_input_is_named() -> None:
     refused("two or more different", measure_damage, loud_model(), [FORMATS[0], FORMATS[0]], CALIB)
     refused(
-        r"blocks\.0\.attn\.q: Group 48 does not divide",
-        measure_damage,
-        loud_model(),
-        [*FORMATS, parse_format("int8:g48")],
-        CALIB,
-    )
+        r"blocks\.0\.attn\.q: Group 48 does not divide", measure_damage, loud_model(),
+        [*FORMATS, parse_format("int8:g48")], CALIB,
+    )  # fmt: skip
     bad = loud_model()
     with torch.no_grad():
         bad.blocks[2].attn.o.weight[0, 0] = float("inf")  # type: ignore[union-attr]

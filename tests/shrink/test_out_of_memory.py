@@ -78,18 +78,15 @@ def fails(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 @pytest.mark.parametrize(
     ("error", "which"),
     [
-        (torch.OutOfMemoryError(GPU), "GPU"),
-        (RuntimeError("CUDA error: out of memory"), "GPU"),
+        (torch.OutOfMemoryError(GPU), "GPU"), (RuntimeError("CUDA error: out of memory"), "GPU"),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "GPU"),
-        (MemoryError(), "host"),
-        (RuntimeError(HOST), "host"),
+        (MemoryError(), "host"), (RuntimeError(HOST), "host"),
         (RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes."), "host"),
         (OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)), "host"),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), None),
-        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), None),
-        (KeyError("out of memory"), None),
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), None), (KeyError("out of memory"), None),
     ],
-)
+)  # fmt: skip
 def test_which_memory_ran_out(error: BaseException, which: str | None) -> None:
     assert out_of_memory(error) == which
     assert (memory_line(error) is None) == (which is None)

@@ -307,6 +307,7 @@ def artefacts(run: Path) -> list[Any]:
     ],
     ids=["gptq", "blockwise", "a budget", "rtn"],
 )
+@pytest.mark.few(2)
 def test_streamed_runs_leave_the_same_files(cli: Callable[..., str], here: Path, half: Path, method: list[str]) -> None:
     argv = [*STREAMED, "format=int3:g32", *method]
     runs = {stream: here / f"{stream}-{method[0].split('=')[1]}" for stream in ("true", "false")}
@@ -315,21 +316,6 @@ def test_streamed_runs_leave_the_same_files(cli: Callable[..., str], here: Path,
     assert artefacts(runs["true"]) == artefacts(runs["false"])
     dense = [Path(f"{run}-dense/model.safetensors").read_bytes() for run in runs.values()]
     assert dense[0] == dense[1]
-
-
-@pytest.mark.parametrize("first", ["true", "false"])
-def test_a_stopped_run_goes_on_streamed_or_not(
-    cli: Callable[..., str], here: Path, half: Path, first: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    argv = [*STREAMED, "format=int3:g32", "method=gptq"]
-    cli(*argv, "stream=false", f"run=whole-{first}")
-    with monkeypatch.context() as patch:
-        patch.setattr(BlockFiles, "save", dying(2, BlockFiles.save))
-        cut = [*argv, f"stream={first}", f"run=cut-{first}", "device=cpu"]
-        assert run_cli(["run", "shrink/ptq", *cut]) != 0
-    assert BlockFiles(here / f"cut-{first}/blocks").count() == 2
-    cli(f"resume=cut-{first}", f"stream={'false' if first == 'true' else 'true'}")
-    assert artefacts(here / f"cut-{first}") == artefacts(here / f"whole-{first}")
 
 
 def test_auto_streams_what_would_fill_the_device(
@@ -360,12 +346,6 @@ def test_auto_streams_what_would_fill_the_device(
     assert loads == [there, {"dtype": torch.bfloat16}, there]
     assert artefacts(here / "roomy") == artefacts(here / "crowded") == artefacts(here / "told")
     assert "auto" in cli(*argv, "stream=yes", fails=True)
-
-
-def test_rtn_needs_no_text(cli: Callable[..., str], here: Path) -> None:
-    cli("model=model", "method=rtn", "format=nf3:g32", "run=plain")
-    told = json.loads((here / "plain/model/quantization.json").read_text())
-    assert len(told["layers"]) == 22 and told["layers"][0]["output_error"] is None
 
 
 def test_bad_input_is_one_line_and_leaves_no_run(cli: Callable[..., str], here: Path) -> None:

@@ -68,13 +68,10 @@ def test_predictions_against_the_model_before() -> None:
 @pytest.mark.parametrize(
     ("values", "most", "said"),
     [
-        ((20.0, 190.0), 10, None),
-        ((20.0, 210.0), 10, "10.5 times the original one .allowed: 10"),
-        ((20.0, float("nan")), 10, "perplexity is nan"),
-        ((20.0, 30.0), 1.2, "1.5 times"),
-        ((20.0,), 10, None),
+        ((20.0, 190.0), 10, None), ((20.0, 210.0), 10, "10.5 times the original one .allowed: 10"),
+        ((20.0, float("nan")), 10, "perplexity is nan"), ((20.0, 30.0), 1.2, "1.5 times"), ((20.0,), 10, None),
     ],
-)
+)  # fmt: skip
 def test_perplexity_against_the_model_before(values: tuple[float, ...], most: float, said: str | None) -> None:
     found = broken_perplexity([{"perplexity": v} for v in values], most)
     assert bool(found) == (said is not None)

@@ -10,7 +10,7 @@ import torch
 
 from refusals import refused
 from shoestring.errors import UserError
-from shoestring.formats import FormatLinear, convert, formats_of, pack, packed_state, parse_format
+from shoestring.formats import FormatLinear, convert, formats_of, pack, parse_format
 from shoestring.model import Decoder, ModelSpec, load_model, save_model
 from shoestring.shrink.awq import Awq, best_scale, every, fold_scale
 from shoestring.shrink.block_files import BlockFiles
@@ -38,6 +38,7 @@ def logits(model: Decoder) -> torch.Tensor:
     [("nf3:s2:g64", name) for name in METHODS]
     + [(label, name) for label in ("int3:g32", "nf2:s1:g0") for name in ("rtn", "gptq+clip+cd", "awq")],
 )
+@pytest.mark.few(8)
 def test_pack_save_and_load_keep_every_bit_of_the_choice(name: str, label: str, tmp_path: Path) -> None:
     chosen: dict[str, torch.Tensor] = {}
 
@@ -255,12 +256,3 @@ def test_constant_and_zero_weights_survive_every_method() -> None:
         quantize(model, [("*", parse_format("nf3:g32"))], steps, method)
         assert logits(model).isfinite().all()
         assert not model.blocks[0].attn.v.weight.any()  # type: ignore[union-attr]
-
-
-def test_packed_state_loads_as_an_ordinary_packed_model(tmp_path: Path) -> None:
-    model, _ = shrunk("int3:g32", METHODS["gptq"])
-    before = logits(model)
-    save_model(tmp_path / "packed", model, weights=packed_state(model))
-    again = load_model(tmp_path / "packed").model
-    assert torch.equal(logits(again), before)
-    assert {f.label for f in formats_of(again).values()} == {"int3:g32"}

@@ -185,6 +185,7 @@ def test_zero_and_constant_groups_keep_their_value(label: str) -> None:
     torch.testing.assert_close(got, w, rtol=coarse, atol=1e-6)
 
 
+@pytest.mark.usefixtures("warm_python")
 def test_killed_in_the_middle_of_a_block_it_goes_on_and_the_source_is_untouched(own_home: Path) -> None:
     """SIGKILL while block 1 is being written: no handler runs, half a file stays behind."""
     before = contents(own_home / "model")

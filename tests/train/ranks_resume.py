@@ -10,28 +10,19 @@ import os
 import sys
 from pathlib import Path
 
-import torch
-from ranks_golden import BASE, MaskedRows
+from ranks_golden import MaskedRows
+from ranks_reducers import new_run
 
 from shoestring.mesh import MeshConfig, open_mesh
-from shoestring.model import Decoder, ModelSpec
-from shoestring.model.parallel import ParallelConfig, init_weights, materialize, parallelize
-from shoestring.runlog import RunLog
 from shoestring.state.checkpointer import Checkpointer
 from shoestring.train.objectives import CrossEntropy
-from shoestring.train.optim import adamw, constant
-from shoestring.train.step import Run
+from shoestring.train.optim import constant
 from shoestring.train.trainer import train
 
 
 def losses(folder: Path, steps: int, dp: int, tp: int) -> list[float]:
     mesh = open_mesh(MeshConfig(dp, tp), "cpu")
-    with torch.device("meta"):
-        model = Decoder(ModelSpec(**{**BASE, "qk_norm": True}))
-    parallelize(model, mesh, ParallelConfig())
-    materialize(model, "cpu")
-    init_weights(model, seed=3)
-    run = Run(model, adamw(model, lr=1e-2), mesh, RunLog(folder, main=mesh.is_main, quiet=True))
+    run = new_run(mesh, folder)
     checkpointer = Checkpointer(folder / "checkpoints", every=6)
     train(run, MaskedRows(mesh), CrossEntropy(), steps=steps, schedule=constant(1e-2), log_every=1,
           checkpointer=checkpointer)  # fmt: skip

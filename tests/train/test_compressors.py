@@ -165,17 +165,11 @@ def test_a_bad_gradient_is_a_step_to_go_back_from() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("topk:0", "above 0"),
-        ("topk:2", "at most 1"),
-        ("topk:nan", "is not a share"),
-        ("topk:x", "is not a share"),
-        ("top", "Did you mean 'topk'"),
-        ("int8:4", "takes no number"),
-        ("powersgd:1.5", "whole number"),
-        ("powersgd:-1", "whole number"),
-        ("", "allowed are"),
+        ("topk:0", "above 0"), ("topk:2", "at most 1"), ("topk:nan", "is not a share"), ("topk:x", "is not a share"),
+        ("top", "Did you mean 'topk'"), ("int8:4", "takes no number"), ("powersgd:1.5", "whole number"),
+        ("powersgd:-1", "whole number"), ("", "allowed are"),
     ],
-)
+)  # fmt: skip
 def test_bad_names_say_what_is_possible(text: str, said: str) -> None:
     refused(said, parse_compressor, text)
 

@@ -170,7 +170,6 @@ def test_python_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert reading.reached_limit
     assert 500_000 < reading.num_bytes <= 1_000_000
     assert sum("def " in d.text for d in found) > len(found) / 3
-    assert [d.text for d in documents("python", max_bytes=1_000_000)] == [d.text for d in found]
     names = [f.name for f in list_files("python")]
     assert "json/decoder.py" in names
     assert not any("__pycache__" in n for n in names)
@@ -185,8 +184,9 @@ def test_python_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {k: str(tmp_path / v) for k, v in paths.items()})
     monkeypatch.setattr("site.getsitepackages", list)
     monkeypatch.setattr("sys.path", [])
-    reading = Reading()
-    assert [d.text for d in documents("python", reading=reading)] == ["x = 1\n"]
+    for _ in range(2):
+        reading = Reading()
+        assert [d.text for d in documents("python", reading=reading)] == ["x = 1\n"]
     assert (reading.num_duplicates, reading.num_unreadable) == (1, 1)
 
 

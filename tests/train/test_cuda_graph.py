@@ -46,13 +46,9 @@ def losses(device: str, graph: bool, *, micro: int = 2) -> list[float]:
     data = TokenData(TokenShards(tokens, mask, "noise"), context=32, batch=4, micro=micro)
     run = Run(model, adamw(model, lr=3e-3), open_mesh(device=device), RunLog(None, quiet=True))
     train(
-        run,
-        data,
-        Distill(teacher, kl=0.5, ce=0.5),
-        steps=6,
-        log_every=1,
+        run, data, Distill(teacher, kl=0.5, ce=0.5), steps=6, log_every=1,
         forward_backward=GraphedForwardBackward() if graph else None,
-    )
+    )  # fmt: skip
     return [row["loss"] for row in run.log.history]
 
 

@@ -90,13 +90,9 @@ def test_a_hook_that_stumbles_over_spoilt_weights_does_not_speak_first(
     run, hooks = new_run("ast", tmp_path)  # new masks every fourth step
     spoil(run.model.get_submodule("blocks.1.mlp.down"), after=2 * 6, value=float("nan"))  # type: ignore[arg-type]
     refused(
-        r"step 7: the gradient of blocks.1.mlp.down.weight .*step-00000004",
-        fit,
-        run,
-        20,
-        hooks,
+        r"step 7: the gradient of blocks.1.mlp.down.weight .*step-00000004", fit, run, 20, hooks,
         checkpointer=Checkpointer(tmp_path / "checkpoints", every=4),
-    )
+    )  # fmt: skip
     assert run.step == 8
 
 

@@ -113,11 +113,6 @@ def test_distillation_is_the_kl_of_the_definition() -> None:
     assert all(not t.requires_grad for t in teacher.parameters())
 
 
-def test_a_student_equal_to_its_teacher_has_no_loss() -> None:
-    loss = Distill(tiny(seed=1))(tiny(seed=1), masked_micro())
-    assert abs(loss.item()) < 1e-4
-
-
 def test_distillation_refuses_another_vocabulary() -> None:
     refused(
         "vocabulary",

@@ -10,6 +10,7 @@ import pytest
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_four_replicas(run_ranks: Callable[..., str], tmp_path: Path) -> None:
-    out = run_ranks(4, Path(__file__).parent / "ranks_reducers.py", str(tmp_path), timeout=420)
+@pytest.mark.parametrize("which", ["some", pytest.param("all", marks=pytest.mark.lab)])
+def test_four_replicas(which: str, run_ranks: Callable[..., str], tmp_path: Path) -> None:
+    out = run_ranks(4, Path(__file__).parent / "ranks_reducers.py", str(tmp_path), which, timeout=420)
     assert "DONE" in out

@@ -91,16 +91,9 @@ def test_off_and_ask_stop_and_the_bad_state_is_not_resumed(tmp_path: Path, monke
     run = make_run()
     saver = Checkpointer(tmp_path / "run" / "checkpoints", settings)
     refused(
-        r"step 7: .*NaN.*goes on from the newest version before step 7",
-        train,
-        run,
-        Rows(),
-        NanAt(6),
-        steps=10,
-        checkpointer=saver,
-        log_every=1,
-        rollback="ask",
-    )
+        r"step 7: .*NaN.*goes on from the newest version before step 7", train, run, Rows(), NanAt(6), steps=10,
+        checkpointer=saver, log_every=1, rollback="ask",
+    )  # fmt: skip
     saver.let_go()
     # As if a GPU had noticed late: versions from step 4 on are discarded.
     saver = Checkpointer(tmp_path / "run" / "checkpoints", settings)

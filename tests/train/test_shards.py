@@ -239,6 +239,7 @@ print("done", corpus.train.fingerprint, flush=True)
 """
 
 
+@pytest.mark.usefixtures("warm_python")
 def test_killed_and_concurrent_builders(source: Path, tmp_path: Path) -> None:
     def start(pause: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-c", WORKER, str(source), str(tmp_path / "cache"), pause]

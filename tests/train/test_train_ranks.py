@@ -15,13 +15,8 @@ from shoestring.state.checkpoint import latest_step
 SCRIPT = Path(__file__).parent / "ranks_golden.py"
 QWEN = {"qk_norm": True, "qkv_bias": True, "tied": False, "num_kv_heads": 2, "vocab_size": 95, "act": "geglu"}
 GPT2 = {
-    "norm": "layer",
-    "act": "gelu_tanh",
-    "positions": "learned",
-    "qkv_bias": True,
-    "out_bias": True,
-    "mlp_bias": True,
-}
+    "norm": "layer", "act": "gelu_tanh", "positions": "learned", "qkv_bias": True, "out_bias": True, "mlp_bias": True,
+}  # fmt: skip
 # 64 rows a rank for 32 experts: some have none.
 FEW_ROWS = {"experts": {"num": 32, "top_k": 1, "d_ff": 16}, "spec": {"num_layers": 1}}
 

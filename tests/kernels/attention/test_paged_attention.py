@@ -109,16 +109,9 @@ def check_attention(device: str = "cpu", dtypes: tuple[torch.dtype, ...] = (torc
             row = torch.randn(q.shape[0], heads + 3, dim).to(q)  # a view into a wider row
             row[:, :heads] = q
             got = paged_attention(
-                row[:, :heads],
-                keys,
-                values,
-                tables,
-                tiles,
-                rows_per_tile=rows,
-                num_splits=splits,
-                window=window,
+                row[:, :heads], keys, values, tables, tiles, rows_per_tile=rows, num_splits=splits, window=window,
                 **bent,
-            )
+            )  # fmt: skip
             error, plain_error = rms(got, want), rms(plain, want)
             assert error <= 2 * plain_error + 1e-6, (spans, dtype, error, plain_error)
     # A launch says the same again, and a request the same in another batch cut alike.

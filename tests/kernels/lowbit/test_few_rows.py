@@ -348,16 +348,11 @@ def test_definition_is_that_of_one_row() -> None:
 # -- on a GPU ------------------------------------------------------------------------------------------------
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 GPU_PLANS = [
-    None,
-    FewRowsPlan(2, 4, 1, 4, int8_mma=1),
-    FewRowsPlan(2, 2, 2, 3),
-    FewRowsPlan(4, 2, 1, 4, split=2, panel=2),
-    FewRowsPlan(2, 4, 1, 3, split=4, panel=4),
-    FewRowsPlan(2, 4, 2, 6, half_sm=1),
-    FewRowsPlan(3, 4, 2, 4, panel=4, half_sm=1),
-    FewRowsPlan(2, 4, 1, 5, early=2),
+    None, FewRowsPlan(2, 4, 1, 4, int8_mma=1), FewRowsPlan(2, 2, 2, 3), FewRowsPlan(4, 2, 1, 4, split=2, panel=2),
+    FewRowsPlan(2, 4, 1, 3, split=4, panel=4), FewRowsPlan(2, 4, 2, 6, half_sm=1),
+    FewRowsPlan(3, 4, 2, 4, panel=4, half_sm=1), FewRowsPlan(2, 4, 1, 5, early=2),
     FewRowsPlan(2, 4, 1, 6, half_sm=1, pause=1000),
-]
+]  # fmt: skip
 
 
 @pytest.mark.gpu

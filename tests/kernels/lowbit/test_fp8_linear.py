@@ -14,12 +14,9 @@ from shoestring.kernels.lowbit import fp8_linear as fp8
 def check(device: str = "cpu", dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.float32)) -> None:
     g = torch.Generator().manual_seed(0)
     cases = [
-        (1, 80, 34, "fp8"),
-        (1, 72, 9, "fp8"),
-        (1, 272, 130, "fp8:b128"),
-        (5, 300, 140, "fp8:b128"),
+        (1, 80, 34, "fp8"), (1, 72, 9, "fp8"), (1, 272, 130, "fp8:b128"), (5, 300, 140, "fp8:b128"),
         (17, 256, 3, "fp8:b128:bfloat16"),
-    ]
+    ]  # fmt: skip
     for case, (rows, width, outs, label) in enumerate(cases):
         parts = parse_format(label).encode(torch.randn(outs, width, generator=g), {})
         codes, scale = parts["codes"].to(device), parts["scale"].to(device)

@@ -131,6 +131,7 @@ cached_code("k", ".so", lambda: print("begun", flush=True) or time.sleep(300))
 """
 
 
+@pytest.mark.usefixtures("warm_python")
 def test_who_compiles_and_is_killed_or_stuck_holds_nobody_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other = subprocess.Popen([sys.executable, "-c", COMPILE_FOR_EVER], stdout=subprocess.PIPE, text=True)
     try:
@@ -159,6 +160,7 @@ print(one.answer(), two.answer())
 """
 
 
+@pytest.mark.usefixtures("warm_python")
 @pytest.mark.skipif(cpp.find_compiler() is None, reason="needs a C++ compiler")
 def test_a_library_that_was_cut_short_does_not_end_the_process(folder: Path) -> None:
     """The loader maps a file and dies with SIGBUS where it ends too soon."""

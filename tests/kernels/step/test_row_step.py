@@ -262,13 +262,9 @@ def test_shapes_that_the_kernel_takes() -> None:
     assert unusable(shape, plan) is None
     assert plan.shared_bytes(shape, H200) <= H200.shared_per_block
     changes = {
-        "dtype": torch.float32,
-        "head_dim": 80,
-        "d_ff": 32768,
-        "vocab": 999,
-        "d_model": 4100,
+        "dtype": torch.float32, "head_dim": 80, "d_ff": 32768, "vocab": 999, "d_model": 4100,
         "head_scale": torch.bfloat16,
-    }
+    }  # fmt: skip
     for change in ({name: value} for name, value in changes.items()):
         assert unusable(dataclasses.replace(shape, **change), plan)
     packed = dataclasses.replace(shape, layout=ChunkLayout(4, 128, False, 1, False))

@@ -58,14 +58,17 @@ def assert_shares_make_up_the_grids(left: str, run: Path) -> None:
         torch.testing.assert_close((whole.round() if part == "zero" else whole).to(packed.dtype), packed)
 
 
-@pytest.mark.ranks
-@pytest.mark.slow
-def test_two_ranks_deliver_the_model_of_one(
-    run_ranks: Callable[..., str], here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def two_ranks(run_ranks: Callable[..., str], here: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     monkeypatch.chdir(here)
     monkeypatch.setenv("SHOESTRING_CACHE", str(here / "cache"))
-    two_ranks = partial(run_ranks, 2, Path(__file__).with_name("ranks_lowbit.py"))
+    return partial(run_ranks, 2, Path(__file__).with_name("ranks_lowbit.py"))
+
+
+@pytest.mark.ranks
+@pytest.mark.lab
+def test_two_ranks_deliver_the_model_of_one(two_ranks: Callable[..., str], here: Path) -> None:
+    """The stages of shrink/lowbit_best below, which also learns its grids."""
     # Not clipped: clamped weights are equal, and rounding alone decides which of them is the end of its group after
     # the first step and gets the scale's gradient. Losses then differ by 1% after six steps.
     plain = [*(a for a in SMALL if not a.startswith("calib_windows")), "calib_windows=0"]
@@ -75,7 +78,13 @@ def test_two_ranks_deliver_the_model_of_one(
     assert_same_run(here / "one", here / "two")
     assert [Path(f"left-{rank}.txt").read_text() for rank in (0, 1)] == ["model", ""]
 
-    # Learned grids, stopped while rows are cut over FSDP2, and taken up again with tensor parallelism.
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_learned_grids_on_two_ranks_are_those_of_one(
+    two_ranks: Callable[..., str], here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Stopped while rows are cut over FSDP2, and taken up again with tensor parallelism."""
     best = [*BEST, "device=cpu"]
     assert run_cli(["run", "shrink/lowbit_best", *best, "run=best"]) == 0
     two_ranks("shrink/lowbit_best", "5", "cut", *best, "run=cut", "mesh.dp=2")

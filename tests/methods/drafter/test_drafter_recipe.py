@@ -34,7 +34,7 @@ from shoestring.train.shards import TokenShards
 from tiny import random_model
 
 SMALL = [
-    "model=target", "num_prompts=32", "prompt_tokens=8", "new_tokens=32", "layers=1", "batch=8",
+    "model=target", "num_prompts=48", "prompt_tokens=8", "new_tokens=40", "layers=1", "batch=8",
     "context=48", "warmup=5", "lr=3e-3", "held_out=4", "eval_tokens=24", "save_every=20", "eval_every=20", "device=cpu",
 ]  # fmt: skip
 

@@ -182,12 +182,9 @@ def test_budgets_and_settings_that_cannot_work() -> None:
     cheapest = [min(c.sent_bytes(s, 2) for c in option_grid(WANTED)[1:]) for s in shapes.values()]
     message = SelectedCompression(compressors, **given).message_bytes()
     refused(
-        "the largest one in a single step",
-        SelectedCompression,
-        compressors,
-        **given,
+        "the largest one in a single step", SelectedCompression, compressors, **given,
         budget=message + 1.1 * sum(cheapest) / MAX_STALENESS,
-    )
+    )  # fmt: skip
     selector = SelectedCompression(compressors, **given, budget=message + max(cheapest) / 3).selector
     assert selector is not None
     plans = np.array([selector.plan(step) for step in range(3 * MAX_STALENESS)])

@@ -105,16 +105,11 @@ def definition(
     stems=st.lists(st.lists(st.integers(0, 28), min_size=1, max_size=14), min_size=1, max_size=2),
     tails=st.lists(st.tuples(st.integers(0, 1), st.lists(st.integers(0, 28), max_size=5)), min_size=1, max_size=5),
     samplings=st.lists(st.one_of(greedy_st, drawn_st), min_size=5, max_size=5),
-    num_watched=st.sampled_from([0, 1, 3, 6]),
-    kind=st.sampled_from(["none", "lookup", "self", "stacked"]),
-    num_drafts=st.sampled_from([None, 1, 3, 6]),
-    chunk=st.sampled_from([1, 2, 5, 9, 64]),
-    size=st.sampled_from([1, 2, 4, 16]),
-    spare=st.sampled_from([0, 1, 3, None]),
-    max_requests=st.integers(1, 5),
-    prefix_cache=st.booleans(),
-    graphs=st.sampled_from([None, True]),
-)
+    num_watched=st.sampled_from([0, 1, 3, 6]), kind=st.sampled_from(["none", "lookup", "self", "stacked"]),
+    num_drafts=st.sampled_from([None, 1, 3, 6]), chunk=st.sampled_from([1, 2, 5, 9, 64]),
+    size=st.sampled_from([1, 2, 4, 16]), spare=st.sampled_from([0, 1, 3, None]), max_requests=st.integers(1, 5),
+    prefix_cache=st.booleans(), graphs=st.sampled_from([None, True]),
+)  # fmt: skip
 @example(  # a draft behind the last token of a prompt that was read in chunks is watched only if it is accepted
     stems=[[22, 26, 15, 7, 28, 23, 4, 22, 10], [0, 26, 28]],
     tails=[(1, [27]), (0, []), (0, [24, 0, 2])],
@@ -155,19 +150,12 @@ def test_every_schedule_writes_the_text_of_the_definition(
     want = [definition(model, policy, p, s, frozenset({7})) for p, s in zip(prompts, samplings, strict=True)]
     longest = max(len(p) + s.max_tokens for p, s in zip(prompts, samplings, strict=True))
     engine = Engine(
-        model,
-        max_requests=max_requests,
-        chunk=chunk,
-        block_size=size,
-        num_blocks=None if spare is None else -(-longest // size) + spare,
-        max_context=min(64, longest),
-        prefix_cache=prefix_cache,
-        drafter=LookupDrafter() if kind in ("lookup", "stacked") else None,
-        draft_skip=one("0mlp", "2attn", "2mlp") if kind in ("self", "stacked") else None,
-        num_drafts=num_drafts,
-        skip=policy,
-        graphs=graphs,
-    )
+        model, max_requests=max_requests, chunk=chunk, block_size=size,
+        num_blocks=None if spare is None else -(-longest // size) + spare, max_context=min(64, longest),
+        prefix_cache=prefix_cache, drafter=LookupDrafter() if kind in ("lookup", "stacked") else None,
+        draft_skip=one("0mlp", "2attn", "2mlp") if kind in ("self", "stacked") else None, num_drafts=num_drafts,
+        skip=policy, graphs=graphs,
+    )  # fmt: skip
     for _ in range(2):
         assert [c.token_ids for c in engine.generate(prompts, samplings)] == want
         pool = engine.cache.pool
@@ -180,14 +168,10 @@ def test_every_schedule_writes_the_text_of_the_definition(
     prompts=st.lists(st.lists(st.integers(0, 28), min_size=1, max_size=12), min_size=1, max_size=5),
     samplings=st.lists(st.one_of(greedy_st, drawn_st), min_size=5, max_size=5),
     names=st.sets(st.sampled_from([f"{n}{k}" for n in range(LAYERS) for k in ("attn", "mlp")]), max_size=8),
-    ngram=st.booleans(),
-    rule=st.sampled_from(["coupled", "token", "block"]),
-    num_drafts=st.sampled_from([None, 1, 4]),
-    chunk=st.sampled_from([2, 7, 64]),
-    size=st.sampled_from([1, 4, 16]),
-    spare=st.sampled_from([0, 2, None]),
-    graphs=st.sampled_from([None, True]),
-)
+    ngram=st.booleans(), rule=st.sampled_from(["coupled", "token", "block"]),
+    num_drafts=st.sampled_from([None, 1, 4]), chunk=st.sampled_from([2, 7, 64]), size=st.sampled_from([1, 4, 16]),
+    spare=st.sampled_from([0, 2, None]), graphs=st.sampled_from([None, True]),
+)  # fmt: skip
 def test_a_set_as_a_drafter_changes_no_text(
     prompts: list[list[int]],
     samplings: list[Sampling],

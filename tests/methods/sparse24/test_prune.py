@@ -178,6 +178,7 @@ def test_stopped_and_resumed_it_is_the_same_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("stored", "compute"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)], ids=["up", "down"]
 )
+@pytest.mark.few(6)
 def test_an_offloaded_model_is_pruned_alike(name: str, label: str, stored: torch.dtype, compute: torch.dtype) -> None:
     """Blocks are on a device one at a time; on a CPU they are there while they have the compute dtype."""
     results = []

@@ -146,12 +146,9 @@ def test_messages() -> None:
     refused(r"input width that is a multiple of 8, not 12.*Dense\(\) rule", FormatLinear, 12, 16, format=Sparse24())
     refused("output width that is a multiple of 4, not 6", FormatLinear, 16, 6, format=Sparse24("tile"))
     refused(
-        r"keeps 24 of 48 inputs\. Group 64 does not divide input width 24",
-        FormatLinear,
-        48,
-        8,
+        r"keeps 24 of 48 inputs\. Group 64 does not divide input width 24", FormatLinear, 48, 8,
         format=parse_format("sparse24+int4:g64"),
-    )
+    )  # fmt: skip
     refused(r"no option 'tiles'.*tile, soft, held, mvue.*tile", parse_format, "sparse24:tiles")
     refused(r"only sparse24 can stand before a \+", parse_format, "int4+sparse24")
     refused("stack sparse24 and one of", parse_format, "sparse24+dense")

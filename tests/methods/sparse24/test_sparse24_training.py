@@ -101,13 +101,10 @@ def test_masks_are_not_refreshed_when_no_step_would_use_them() -> None:
 @pytest.mark.parametrize(
     ("format", "fails"),
     [
-        ("sparse24", False),
-        ("sparse24:soft", False),
-        ("sparse24:soft:mvue", True),
-        ("sparse24:held", True),
+        ("sparse24", False), ("sparse24:soft", False), ("sparse24:soft:mvue", True), ("sparse24:held", True),
         ("sparse24:tile:held:mvue", True),
     ],
-)
+)  # fmt: skip
 def test_several_processes_need_a_newer_torch(format: str, fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     pruning = parse_format(format)
     assert isinstance(pruning, Sparse24)
@@ -147,6 +144,7 @@ def test_flip_rate_and_magnitudes_of_one_step() -> None:
 @pytest.mark.parametrize(
     ("method", "stops"), [("controlled", (3, 11, 18)), ("sste", (7,)), ("slorb", (7,)), ("cast", (7,))]
 )
+@pytest.mark.few(3)
 def test_killed_and_resumed_bit_for_bit(tmp_path: Path, method: str, stops: tuple[int, ...]) -> None:
     whole, hooks = new_run(method)
     fit(whole, 20, hooks)

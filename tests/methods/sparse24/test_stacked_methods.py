@@ -118,6 +118,7 @@ def pruned_model(here: Path) -> tuple[object, Tensor]:
 
 
 @pytest.mark.parametrize("name", [*METHODS])
+@pytest.mark.few(4)
 def test_whole_models_store_what_was_chosen(name: str, here: Path) -> None:
     model, seen = pruned_model(here)
     rules = [("*", parse_format("sparse24+int3:g16"))]

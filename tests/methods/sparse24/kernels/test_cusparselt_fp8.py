@@ -35,20 +35,8 @@ def test_the_order_of_the_metadata_is_a_permutation_of_blocks() -> None:
     assert order.flatten().sort().values.tolist() == list(range(128 * 64))
     # Read off the library: which row or group each bit of the position stands for.
     places = [
-        (0, 1),
-        (8, 0),
-        (0, 8),
-        (0, 2),
-        (0, 4),
-        (1, 0),
-        (2, 0),
-        (4, 0),
-        (16, 0),
-        (32, 0),
-        (0, 16),
-        (0, 32),
-        (64, 0),
-    ]
+        (0, 1), (8, 0), (0, 8), (0, 2), (0, 4), (1, 0), (2, 0), (4, 0), (16, 0), (32, 0), (0, 16), (0, 32), (64, 0),
+    ]  # fmt: skip
     assert [int(order[r, g]) for r, g in places] == [1 << b for b in range(13)]
 
 
