@@ -16,8 +16,9 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from benchmarks.results import newest, record
+from benchmarks.results import markdown, newest, provenance, record
 
 BENCH = "docs"
 REPO = Path(__file__).resolve().parents[1]
@@ -101,10 +102,24 @@ def demo_seconds(quick: bool) -> float:
     return time.perf_counter() - began
 
 
+def table() -> str:
+    lines = newest(BENCH)
+    rows = [
+        [
+            n["metric"].replace("_", " ") + (", quick" if n["config"].get("quick") else ""),
+            f"{n['value']:,.0f} {n['unit']}",
+            n["note"],
+        ]
+        for n in lines
+    ]
+    return markdown(["what", "now", "note"], rows) + provenance(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--demo", action="store_true", help="also run and time the demo")
     parser.add_argument("--quick", action="store_true", help="the demo with quick=true")
+    parser.add_argument("--note", default="", help="what else the machine did")
     given = parser.parse_args()
     counts = {
         "readme_words": words(README.read_text(encoding="utf-8")),
@@ -113,12 +128,11 @@ def main() -> None:
         "snippets_run": snippets_run(),
     }
     for metric, value in counts.items():
-        record(
-            bench=BENCH, case="pages", metric=metric, unit="programs" if "run" in metric else "words", samples=[value]
-        )
+        unit = "programs" if metric == "snippets_run" else "words"
+        record(bench=BENCH, case="pages", metric=metric, unit=unit, samples=[value])
     if given.demo or given.quick:
-        config = {"quick": given.quick}
-        record(bench=BENCH, case="demo", metric="demo_s", unit="s", samples=[demo_seconds(given.quick)], config=config)
+        told: dict[str, Any] = {"config": {"quick": given.quick}, "note": given.note}
+        record(bench=BENCH, case="demo", metric="demo_s", unit="s", samples=[demo_seconds(given.quick)], **told)
     for line in newest(BENCH):
         print(line["metric"], line["value"], line["unit"], line["config"] or "")
 
