@@ -262,6 +262,8 @@ def compare(exported: Exported, text: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(dir=exported.path.parent, prefix=".certify-") as place:
         in_f32 = Path(place) / "f32.gguf"
         here, choices = _computed_here(exported, text, ids, prompt, in_f32)
+        changed = _difference(before, here.logits)
+        del before  # logits of a text are as large as a small model
         _give_back_memory()
         target = open_target(exported)
         there = Computed(
@@ -289,7 +291,7 @@ def compare(exported: Exported, text: str) -> dict[str, Any]:
         "greedy": _greedy(here, there, choices, difference["largest_difference"]),
         "chat_template": _chat(here, there),
         "stop_tokens": _stops(here.stops, there.stops),
-        "export": {**_difference(before, here.logits), **_rounding(exported)},
+        "export": {**changed, **_rounding(exported)},
     }
     if control is not None:
         found["logits_in_f32"] = control
