@@ -21,8 +21,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoestring.formats.adapter import LoraWeights
 from shoestring.mesh import open_mesh
 from shoestring.model import Decoder, ModelSpec, Tokenizer, hf_names
+from shoestring.model.adapter_folder import linear_shapes, write_adapter
 from shoestring.model.parallel import init_weights
 from shoestring.runlog import RunLog
 from shoestring.train.data import TokenData
@@ -109,6 +111,16 @@ def random_model(spec: ModelSpec, seed: int = 0) -> Decoder:
         for p in model.parameters():
             p.copy_(torch.randn_like(p) * 0.2 + (p.ndim == 1))
     return model
+
+
+def make_adapter(folder: Path, model: Decoder, seed: int = 0) -> Path:
+    """A LoRA of rank 4 on all layers of the blocks, strong enough to change texts."""
+    gen, weights = torch.Generator().manual_seed(seed), {}
+    for name, (out, width) in linear_shapes(model).items():
+        if name.startswith("blocks."):
+            a, b = (torch.randn(shape, generator=gen) for shape in ((4, width), (out, 4)))
+            weights[name] = LoraWeights(a, b, 0.3)
+    return write_adapter(folder, model, weights)
 
 
 def logits(model: torch.nn.Module) -> Tensor:

@@ -32,6 +32,7 @@ from shoestring.kernels.lowbit.few_rows import FewRowsPlan
 from shoestring.mesh import Mesh
 from shoestring.methods.skipping.policies import open_policy
 from shoestring.model import Tokenizer, load_model, save_model
+from shoestring.model.adapter_folder import read_adapter
 from shoestring.model.chat import fault, render
 from shoestring.model.compressed_tensors import save_compressed_tensors
 from shoestring.model.gguf import load_gguf
@@ -44,6 +45,7 @@ from shoestring.model.verify import verify
 from shoestring.recipes import find
 from shoestring.recipes.train import dense
 from shoestring.runlog import RunLog
+from shoestring.serve.engine.adapters import AdapterBank
 from shoestring.serve.speculative.draft_model import read_drafter_file
 from shoestring.shrink.self_text import read_prompts
 from shoestring.state.boxes import Box, local_box
@@ -64,7 +66,7 @@ from shoestring.state.storage import HostReader
 from shoestring.train.corpus import documents
 from shoestring.train.step import Micro
 from shoestring.train.teacher_cache import ScalarCache, build_scalar_cache
-from tiny import GPT2, LLAMA, QWEN2, chat_tokenizer, random_model, tiny_llama, tiny_tokenizer
+from tiny import GPT2, LLAMA, QWEN2, chat_tokenizer, make_adapter, random_model, tiny_llama, tiny_tokenizer
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hé <b> 😀"}]
 
@@ -126,6 +128,12 @@ def make_gptq(folder: Path) -> None:
     convert(model, [("blocks.*", parse_format("int4:g32"))])
     pack(model)
     save_gptq_awq(folder, model, "gptq")
+
+
+def use_adapter(folder: Path) -> None:
+    """What a server does with an adapter's folder: read it for a model, and load it."""
+    model = random_model(LLAMA)
+    AdapterBank(model).load("a", read_adapter(folder, model))
 
 
 def traversal(folder: Path, rng: random.Random) -> str:
@@ -690,6 +698,15 @@ KINDS: tuple[Kind, ...] = (
         make_llama,
         (*on(SAFE, "entry", "bytes", "bytes", head=2500), header, header),
         use_tensors_file,
+    ),
+    Kind(
+        "adapters",
+        lambda folder: make_adapter(folder, random_model(LLAMA)),
+        (
+            *on("adapter_config.json", "json", "json", "json", "json", "bytes", "entry"),
+            *on("adapter_model.safetensors", "bytes", "bytes", "entry", head=2500),
+        ),
+        use_adapter,
     ),
     Kind(
         "safetensors index",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 VECTORS = "/v1/embeddings"
 ANSWERS = "/v1/responses"
 PATHS = (TEXT, CHAT, ANSWERS, VECTORS, "/tokenize", "/detokenize")
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,8 @@ OWN: dict[str, dict[str, tuple[Any, ...]]] = {
     },
     "/tokenize": {"prompt": ("a b c",), "messages": (None,), "add_special_tokens": (True, False)},
     "/detokenize": {"tokens": ([1, 2, 3], []), "skip_special_tokens": (True, False)},
+    LOAD: {"lora_name": ("a", "b", "tiny", "é" * 200), "lora_path": ("a", "b", "../a", "link", "broken", ".", "/")},
+    UNLOAD: {"lora_name": ("a", "b", "c"), "lora_int_id": (1, None)},
 }
 FIRST = {
     TEXT: "prompt",
@@ -139,14 +142,21 @@ FIRST = {
     VECTORS: "input",
     "/tokenize": "prompt",
     "/detokenize": "tokens",
+    LOAD: "lora_path",
+    UNLOAD: "lora_name",
 }
 
 
-def body_cases(seed: int, num: int) -> Iterator[BodyCase]:
+def adapter_cases(seed: int, num: int) -> Iterator[BodyCase]:
+    """For the two paths of an administrator, between requests to the adapters."""
+    return body_cases(seed, num, (LOAD, LOAD, UNLOAD, TEXT))
+
+
+def body_cases(seed: int, num: int, paths: Sequence[str] = PATHS) -> Iterator[BodyCase]:
     rng = random.Random(seed)
     damages = (_wrong_value, _wrong_name, _damaged_bytes, _repeated_key, _odd_encoding, _large, _untouched)
     for i in range(num):
-        path = rng.choice(PATHS)
+        path = rng.choice(paths)
         damage = damages[i % len(damages)]
         yield BodyCase(f"{damage.__name__[1:]} {path} seed={seed} case={i}", path, damage(rng, path))
 

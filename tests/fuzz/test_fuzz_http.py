@@ -18,8 +18,10 @@ import pytest
 httpx = pytest.importorskip("httpx")
 from http_attacks import ATTACKS  # noqa: E402
 from http_cases import (  # noqa: E402
+    LOAD,
     BodyCase,
     ConnectionCase,
+    adapter_cases,
     body_cases,
     connection_cases,
     outcome_of_connection,
@@ -32,7 +34,7 @@ from outcomes import SEED, Tally  # noqa: E402
 from serving import running  # noqa: E402
 
 from benchmarks.results import record  # noqa: E402
-from tiny import TOOL_CHAT_TEMPLATE  # noqa: E402
+from tiny import TOOL_CHAT_TEMPLATE, chat_tokenizer, make_adapter, served_model  # noqa: E402
 
 LIMITS = {"max_requests": 4, "max_queue": 4, "max_context": 48, "max_body_mb": 1}
 # What a well-behaved client may feel while others attack, and what the server may use above its memory at the start.
@@ -53,12 +55,13 @@ def place(service: Any) -> tuple[str, int]:
     return url.host, url.port
 
 
-def send_bodies(place: tuple[str, int], kind: str, cases: Iterable[BodyCase]) -> Tally:
+def send_bodies(place: tuple[str, int], kind: str, cases: Iterable[BodyCase], key: str = "none") -> Tally:
     tally = Tally(kind)
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
     with httpx.Client(base_url=f"http://{place[0]}:{place[1]}", timeout=30) as client:
         for case in cases:
             try:
-                answer = client.post(case.path, content=case.content, headers={"Content-Type": "application/json"})
+                answer = client.post(case.path, content=case.content, headers=headers)
             except httpx.TimeoutException as error:
                 tally.add("hang", case.name, repr(error))
             except httpx.TransportError as error:
@@ -89,6 +92,27 @@ def test_bodies(place: tuple[str, int]) -> None:
     tally.check()
     assert tally.counts["ok"] > 20 and tally.counts["clean"] > 60  # neither kind is missing
     assert is_well(place)
+
+
+def test_adapters(tmp_path: Path) -> None:
+    """What an administrator may send, and requests to adapters that come and go; then a good one is loaded."""
+    make_adapter(tmp_path / "below" / "a", served_model(chat_tokenizer().vocab_size))
+    make_adapter(tmp_path / "outside", served_model(chat_tokenizer().vocab_size))
+    (tmp_path / "below" / "link").symlink_to(tmp_path / "outside")
+    (tmp_path / "below" / "broken").mkdir()
+    (tmp_path / "below" / "broken" / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    with running(admin_key="key", adapter_folder=tmp_path / "below", **LIMITS) as service:
+        url = httpx.URL(service.url)
+        here = url.host, url.port
+        tally = send_bodies(here, "http adapters", adapter_cases(seed=1, num=160), "key")
+        tally.check()
+        assert tally.counts["ok"] > 4 and tally.counts["clean"] > 60
+        ask = {"headers": {"Authorization": "Bearer key"}, "timeout": 30}
+        loaded = httpx.post(f"{service.url}{LOAD}", json={"lora_name": "last", "lora_path": "a"}, **ask)
+        assert loaded.status_code == 200
+        names = [card["id"] for card in httpx.get(f"{service.url}/v1/models").json()["data"]]
+        assert names[0] == "tiny" and names[-1] == "last" and len(names) == len({*names})
+        assert is_well(here)
 
 
 def test_schemas(place: tuple[str, int]) -> None:
@@ -126,7 +150,9 @@ def test_others_are_served_during_an_attack(service: Any, place: tuple[str, int]
 
 
 def test_cases_are_functions_of_their_seed() -> None:
-    makers: tuple[Callable[..., Iterator[Any]], ...] = (body_cases, schema_cases, tool_cases, connection_cases)
+    makers: tuple[Callable[..., Iterator[Any]], ...] = (
+        *(body_cases, adapter_cases, schema_cases, tool_cases, connection_cases),
+    )
     for make in makers:
         assert list(make(7, 60)) == list(make(7, 60)) != list(make(8, 60))
 

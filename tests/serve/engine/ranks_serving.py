@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from naive_decoding import LookupDrafter, naive_texts
+from test_adapters import adapter
 
 from shoestring.formats import convert, pack, parse_format
 from shoestring.model import Decoder
@@ -39,8 +40,9 @@ assert ranks is not None
 for name in ("llama", "qwen", "packed", "experts"):
     whole = whole_model(name)
     model = ranks.share(whole_model(name))
+    files = {} if name == "experts" else {"x": adapter(0, whole), "y": adapter(1, whole)}
     if not ranks.first:
-        ranks.follow(model)
+        ranks.follow(model, adapters=files)
         continue
     want = naive_texts(whole, PROMPTS, SAMPLINGS)
     cases: list[dict[str, Any]] = [
@@ -55,6 +57,14 @@ for name in ("llama", "qwen", "packed", "experts"):
         got = [c.token_ids for c in engine.generate(PROMPTS, SAMPLINGS)]
         assert got == want, (name, options)
         assert engine.cache.pool.num_used == 0
+    names = ["x", None, "y", "x"] if files else [None] * 4
+    adapted = []
+    for options in ({}, {"ranks": ranks, "block_size": 4}):
+        engine = Engine(model if options else whole, **options)
+        for key, file in files.items():
+            engine.adapters.load(key, file)
+        adapted.append([c.token_ids for c in engine.generate(PROMPTS, SAMPLINGS, names)])
+    assert adapted[0] == adapted[1] and (adapted[0] != want or not files), name
     skipped = [c.token_ids for c in Engine(whole, skip=SKIP).generate(PROMPTS, SAMPLINGS)]
     got = [c.token_ids for c in Engine(model, skip=SKIP, ranks=ranks).generate(PROMPTS, SAMPLINGS)]
     assert got == skipped and got != want

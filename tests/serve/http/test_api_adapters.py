@@ -9,17 +9,15 @@ from typing import Any
 
 import httpx
 import pytest
-import torch
 from serving import running
 
 from shoestring.errors import UserError
-from shoestring.formats.adapter import LoraWeights
-from shoestring.model.adapter_folder import linear_shapes, merge_adapter_, read_adapter, write_adapter
+from shoestring.model.adapter_folder import merge_adapter_, read_adapter
 from shoestring.serve import Engine, Sampling
 from shoestring.serve.http.engine_messages import CODEC, PendingChoice, frame
 from shoestring.serve.http.message_codec import FrameReader
 from shoestring.serve.http.serve_options import ServeOptions
-from tiny import chat_tokenizer, served_model
+from tiny import chat_tokenizer, make_adapter, served_model
 
 ADMIN = {"Authorization": "Bearer over all"}
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -35,13 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """below/a, below/b, below/c: adapters; outside: one that is not below; below/link: a way to it."""
     root, model = tmp_path_factory.mktemp("adapters"), fresh()
     for seed, place in enumerate(("below/a", "below/b", "below/c", "outside")):
-        gen = torch.Generator().manual_seed(seed)
-        weights = {
-            name: LoraWeights(torch.randn(4, width, generator=gen), torch.randn(out, 4, generator=gen), 0.3)
-            for name, (out, width) in linear_shapes(model).items()
-            if name.startswith("blocks.")
-        }
-        write_adapter(root / place, model, weights)
+        make_adapter(root / place, model, seed)
     (root / "below/link").symlink_to(root / "outside")
     (root / "below/file_link").mkdir()
     (root / "below/file_link/adapter_config.json").symlink_to(root / "outside/adapter_config.json")
