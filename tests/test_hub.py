@@ -24,7 +24,7 @@ from shoestring.paths import find_model
 from tiny import chat_tokenizer, served_model
 
 SHA = "a" * 40
-# In a process of its own: the library reads its settings when it is imported.
+# In a process of its own: the library (which warm_process.py does not import) reads its settings when it is imported.
 SCRIPT = """
 import sys
 from shoestring.errors import UserError
@@ -119,6 +119,7 @@ def run(tmp_path: Path, *given: str, script: str = SCRIPT, **env: str) -> list[s
     return done.stdout.splitlines()
 
 
+@pytest.mark.usefixtures("warm_python")
 def test_models_come_from_the_hub_and_then_from_its_cache(tmp_path: Path) -> None:
     pytest.importorskip("huggingface_hub")
     from shoestring.model.folder import load_model, save_model
@@ -278,6 +279,7 @@ def shrunk_run(folder: Path, command: Any) -> Path:
     return folder / "small"
 
 
+@pytest.mark.usefixtures("warm_python")
 def test_a_run_is_pushed_with_its_card(tmp_path: Path, command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("huggingface_hub")
     monkeypatch.chdir(tmp_path)

@@ -312,8 +312,14 @@ MIXES: dict[str, list[dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize(
+    ("mix", "device"),
+    [
+        *(("cut", "cpu"), ("all", "cpu")),
+        *(pytest.param(mix, "cpu", marks=pytest.mark.lab) for mix in ("greedy", "drawn")),
+        *(pytest.param(mix, "cuda", marks=pytest.mark.gpu) for mix in MIXES),
+    ],
+)
 def test_a_step_waits_for_the_device_once(
     mix: str, device: str, launched: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

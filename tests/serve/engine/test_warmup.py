@@ -219,6 +219,7 @@ def test_the_sizes_that_are_made_are_those_that_are_met() -> None:
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 4, 8, 16, 64, 512])
+@pytest.mark.few(3)
 def test_what_a_step_costs_is_measured_as_a_graph(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A profile that fell back to single launches would make long drafts look dear for ever."""
     made: list[tuple[int, int]] = []
