@@ -18,6 +18,7 @@ INTEGERS = ("int2", "int3", "int4", "int8")
 CORE = ("dense", *INTEGERS, *TABLES, "fp8")
 SCALES = ("float16", "bfloat16")
 FP8_SCALES = ("float32", "bfloat16")
+FP8_TRAINING = {"train": "e5m2", "train-e4m3": "e4m3"}  # by what gradients are rounded to
 GRIDS = ("derived", "fixed", "learned")
 CODES_PER_RUN = 8  # of one row lie together in kernels/lowbit/packing.py
 
@@ -63,6 +64,8 @@ def parse(text: str) -> dict[str, Any]:
             raise UserError(
                 f"Format {text!r} has no option {option!r}: write for example int4:g64, nf3:s1:g32 or dense."
             )
+        if "gradient" in fields.keys() | settings.keys() and len(options) > 1:
+            raise UserError(f"Format {text!r}: fp8:train has no further options; leave out the others.")
         if fields.keys() & settings.keys():
             raise UserError(f"Format {text!r} says its {', '.join(fields)} twice; leave out all but one.")
         settings.update(fields)
@@ -87,6 +90,8 @@ def _option(head: str, option: str) -> dict[str, Any] | None:
     if head == "dense":
         return None
     if head == "fp8":
+        if option in FP8_TRAINING:
+            return {"name": "fp8_train", "gradient": FP8_TRAINING[option]}
         if option in FP8_SCALES:
             return {"scale_dtype": option}
         return {"group": int(number)} if letter == "b" and number.isdigit() else None

@@ -19,7 +19,7 @@ from shoestring.formats.registry import format_class
 LABELS = [
     *("dense", "int2:g64", "int3:g32", "int4:g64", "int8:g0", "int4:g32:bfloat16"),
     *("nf2:s2:g64", "nf3:s2:g64", "nf3:s1:g0", "nf4:s2:g64", "nf4:s1:g32", "fp3:s2:g64", "fp4:s1:g32:bfloat16"),
-    *("fp8", "fp8:b128", "fp8:bfloat16"),
+    *("fp8", "fp8:b128", "fp8:bfloat16", "fp8:train-e4m3"),
     *("int4:sym:g64", "int8:sym:g0:bfloat16", "int4:min:g32", "int2:min:g0:bfloat16", "int8:min:g32:fixed"),
     *("int3:g64:fixed", "int4:sym:g32:fixed", "nf3:s2:g64:fixed"),
     *("int2:g64:learned", "int3:g0:learned", "int4:sym:g32:bfloat16:learned"),
@@ -139,10 +139,10 @@ def compiled_equals_eager(cases: list[tuple[str, torch.dtype]], device: str) -> 
     """encode and fake from an fp32 master weight, as FormatLinear calls them; all cases in one compiled graph."""
     layers = torch.nn.ModuleList()
     for label, _ in cases:
-        layer = FormatLinear(192, 24, bias=False, format=parse_format(label), device=device)
+        layer = FormatLinear(192, 32, bias=False, format=parse_format(label), device=device)
         with torch.no_grad():
             # A weight beyond the range of fp16 would be infinite before a Format sees it.
-            layer.weight.copy_(hard_weight(torch.float32).clamp(-6e4, 6e4))
+            layer.weight.copy_(hard_weight(torch.float32, 32).clamp(-6e4, 6e4))
         layers.append(layer)
 
     def both(layers: torch.nn.ModuleList) -> list[tuple[Parts, Tensor]]:
@@ -162,7 +162,9 @@ def compiled_equals_eager(cases: list[tuple[str, torch.dtype]], device: str) -> 
 
 
 COMPILED = [("int3:g32", torch.float32), ("nf3:s2:g32:learned", torch.float32)]
-COMPILED += [(x, torch.bfloat16) for x in ("fp8:b128", "int4:g64", "sparse24:soft:mvue", "sparse24:tile+int4:g32")]
+COMPILED += [
+    (x, torch.bfloat16) for x in ("fp8:b128", "fp8:train", "int4:g64", "sparse24:soft:mvue", "sparse24:tile+int4:g32")
+]
 MORE = [("fp4:s1:g32:bfloat16", torch.float32)]
 MORE += [(x, torch.bfloat16) for x in ("int4:min:g32", "nf3:s2:g64", "int3:g64:learned", "sparse24:held+slorb16")]
 
@@ -230,6 +232,8 @@ def test_law_5_a_shard_encodes_to_the_shard_of_the_code(format: Format, dtype: t
     halves = (slice(0, rows), slice(rows, None)) if large else (slice(0, 12), slice(12, 24))
     for r in (*halves, slice(rows, 2 * rows), slice(None)):
         for c in (slice(0, cols), slice(shape[1] - cols, shape[1]), slice(None)):
+            if not w[r, c].numel():  # the block is the whole weight
+                continue
             shard = format.encode(w[r, c], format.cut(state, shape, r, c))
             expected = format.cut(parts, shape, r, c)
             for name in parts:
@@ -239,12 +243,16 @@ def test_law_5_a_shard_encodes_to_the_shard_of_the_code(format: Format, dtype: t
 @every_format
 @every_dtype
 def test_law_6_pack_holds_what_the_forward_multiplied_with(format: Format, dtype: torch.dtype) -> None:
-    layer = FormatLinear(192, 24, format=format)
+    layer = FormatLinear(192, 32, format=format)
     with torch.no_grad():
-        layer.weight.copy_(hard_weight(torch.float32))
+        layer.weight.copy_(hard_weight(torch.float32, 32))
     x = torch.randn(3, 192).to(dtype)
     used, y = layer.effective_weight(dtype), layer(x)
     if format.name != "dense":
         layer.pack(dtype)
     assert torch.equal(layer.effective_weight(dtype), used)
-    assert torch.equal(layer(x), y)
+    if format.name == "fp8_train":  # its products round activations, too, by a sixteenth at most
+        terms = F.linear(x.float().abs(), used.float().abs(), layer.bias.float().abs())
+        assert ((y - layer(x)).float().abs() <= terms * (1 / 16 + 2.0**-7)).all() and not torch.equal(layer(x), y)
+    else:
+        assert torch.equal(layer(x), y)

@@ -17,6 +17,7 @@ from shoestring.formats.dense import Dense
 from shoestring.formats.embedding import FormatEmbedding
 from shoestring.formats.float_asym import FloatAsym
 from shoestring.formats.fp8 import Fp8
+from shoestring.formats.fp8_training import Fp8Training
 from shoestring.formats.groups import GridFormat
 from shoestring.formats.int_asym import IntAsym
 from shoestring.formats.int_offset import IntOffset
@@ -35,6 +36,7 @@ __all__ = [
     "FormatHost",
     "FormatLinear",
     "Fp8",
+    "Fp8Training",
     "GridFormat",
     "IntAsym",
     "IntOffset",

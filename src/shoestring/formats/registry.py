@@ -19,10 +19,11 @@ from shoestring.formats.base import Format
 from shoestring.formats.dense import Dense
 from shoestring.formats.float_asym import FloatAsym
 from shoestring.formats.fp8 import Fp8
+from shoestring.formats.fp8_training import Fp8Training
 from shoestring.formats.int_asym import IntAsym
 from shoestring.formats.int_offset import IntOffset
 
-FORMATS: dict[str, type[Format]] = {f.name: f for f in (Dense, IntAsym, IntOffset, FloatAsym, Fp8)}
+FORMATS: dict[str, type[Format]] = {f.name: f for f in (Dense, IntAsym, IntOffset, FloatAsym, Fp8, Fp8Training)}
 SPELLINGS = format_names.CORE
 
 
@@ -30,6 +31,7 @@ def parse_format(text: str) -> Format:
     """`<kind>[:sym|:min][:g<group>][:s<scales>][:fixed|:learned]`: kind as in SPELLINGS, sym and min (IntOffset) for
     int only, g0 or per-channel for one group per row, scales for nf and fp only, fixed or learned for a grid that is
     kept as state. `fp8[:b128][:bfloat16]`: a scale per row, or per block of 128 x 128.
+    `fp8:train`, `fp8:train-e4m3`: products in FP8 while training, by what gradients are rounded to.
     """
     added = re.split("[:+]", text.strip().lower())[0]
     if added not in SPELLINGS and added in plugins.names("formats"):

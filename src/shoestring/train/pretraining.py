@@ -90,6 +90,13 @@ def check_model(cfg: ModelConfig, *, vocab_size: int, context: int) -> None:
         spec_to_hf(new_spec(cfg, vocab_size=vocab_size, context=context))
 
 
+def expected_spec(cfg: ModelConfig, *, vocab_size: int, context: int) -> ModelSpec:
+    """The spec before the text is read: all of it but what the tokenizer says."""
+    if cfg.init_from is not None:
+        return read_spec(cfg.init_from)[0]
+    return new_spec(cfg, vocab_size=vocab_size, context=context)
+
+
 def initial_spec(cfg: ModelConfig, tokenizer: Tokenizer, *, context: int, named: str | None = None) -> ModelSpec:
     """The spec of the model for this tokenizer, which the setting tokenizer=`named` gave."""
     if cfg.init_from is None:

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from refusals import refused
 from shoestring.formats import FormatLinear, parse_format
+from shoestring.kernels.lowbit.fp8_products import E4M3, E5M2, scale_of, to_fp8
 from shoestring.methods.sparse24.format import Sparse24
 from shoestring.methods.sparse24.kernels.mvue import CLOCKS, mvue_transposed
-from shoestring.methods.sparse24.products import E4M3, E5M2, scale_of, to_fp8
 
 
 def rounded(t: Tensor, dtype: torch.dtype, times: float = 1.0) -> Tensor:

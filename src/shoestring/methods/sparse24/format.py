@@ -34,6 +34,7 @@ from shoestring.errors import UserError, suggest
 from shoestring.formats.base import Aux, Format, Parts, straight_through
 from shoestring.formats.groups import rounding_slack
 from shoestring.formats.rounding import to_dtype
+from shoestring.kernels.lowbit.fp8_products import E4M3
 from shoestring.methods.sparse24.chunks import VALUES, values_from_chunks, values_to_chunks
 from shoestring.methods.sparse24.kernels import cusparselt, cusparselt_fp8, cusparselt_table
 from shoestring.methods.sparse24.kernels.masks import GROUP, GROUPS_PER_BYTE, mask24, pack24, soft_threshold24, unpack24
@@ -238,7 +239,7 @@ class Sparse24(Format):
 
     def operand_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of the products' operands for activations of `dtype`."""
-        return cusparselt_fp8.E4M3 if self.precision == "fp8" else dtype
+        return E4M3 if self.precision == "fp8" else dtype
 
     def product_shapes(self, num_tokens: int, shape: tuple[int, int]) -> dict[str, tuple[int, int, int]]:
         """(m, k, n) of every product with a 2:4 operand [m, k]."""

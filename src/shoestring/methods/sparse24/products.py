@@ -13,8 +13,8 @@ its largest value:
     weight gradient   dW = Q5(dZ)^T Q(X)               exact
                       dW = Q(MVUE(dZ^T)) Q(X)          E4M3, because sparse products take no E5M2
 
-Powers of two multiply exactly, so a scale may be applied inside a product or after it. Dense FP8 products are
-torch._scaled_mm; without FP8 tensor cores the same operands are multiplied in a wider dtype.
+Powers of two multiply exactly, so a scale may be applied inside a product or after it. Dense FP8 products are those of
+kernels/lowbit/fp8_products.py.
 """
 
 from __future__ import annotations
@@ -25,14 +25,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shoestring.kernels.runtime.triton_backend import of_the_machine
+from shoestring.kernels.lowbit.fp8_products import E4M3, E5M2, fp8_operands, scale_of, scaled_mm, to_fp8
 from shoestring.methods.sparse24.kernels import cusparselt
 from shoestring.methods.sparse24.kernels.cusparselt import Algorithms
-from shoestring.methods.sparse24.kernels.cusparselt_fp8 import E4M3, pack_fp8, pack_mvue_fp8, product_fp8, transpose_fp8
+from shoestring.methods.sparse24.kernels.cusparselt_fp8 import pack_fp8, pack_mvue_fp8, product_fp8
 from shoestring.methods.sparse24.kernels.mvue import mvue_transposed
-
-E5M2 = torch.float8_e5m2
-SMALLEST = 2.0**-100
 
 
 class ProductPlan(NamedTuple):
@@ -101,30 +98,6 @@ def _sparse_product(packed_OI: Tensor, x: Tensor, algorithms: Algorithms) -> Ten
 
 
 # -- FP8 -----------------------------------------------------------------------------------------------------
-def scale_of(t: Tensor, dtype: torch.dtype, times: float = 1.0) -> Tensor:
-    """The power of two s, fp32 0-dim, for which `times` the largest |t| / s still fits into `dtype`."""
-    top = t.detach().abs().amax().float() * (times / torch.finfo(dtype).max)
-    bits = top.clamp(min=SMALLEST).view(torch.int32)
-    return ((bits + 0x7FFFFF) & -0x800000).view(torch.float32)
-
-
-def to_fp8(t: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    return (t.float() * scale.reciprocal()).to(dtype)
-
-
-@of_the_machine
-def _has_fp8(device: int) -> bool:
-    return torch.cuda.get_device_capability(device) >= (8, 9)
-
-
-def scaled_mm(a_MK: Tensor, b_NK: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype) -> Tensor:
-    """a b^T * scales, [m, n]; both operands FP8 and contiguous, at most one of them E5M2."""
-    if a_MK.is_cuda and _has_fp8(a_MK.device.index or 0) and not (a_MK.shape[1] % 16 or b_NK.shape[0] % 16):
-        return torch._scaled_mm(a_MK, b_NK.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=dtype)
-    wide = torch.bfloat16 if a_MK.is_cuda else torch.float32  # both hold FP8 values exactly
-    return ((a_MK.to(wide) @ b_NK.to(wide).t()) * (scale_a * scale_b)).to(dtype)
-
-
 class Fp8Products(torch.autograd.Function):
     """As Products, with operands rounded to FP8."""
 
@@ -141,13 +114,13 @@ class Fp8Products(torch.autograd.Function):
         ctx.plan = plan
         x_NI = x.flatten(0, -2).contiguous()
         scale_x, scale_w = scale_of(x_NI, E4M3), scale_of(w, E4M3)
-        x8, w8 = to_fp8(x_NI, scale_x, E4M3), to_fp8(w, scale_w, E4M3)
+        (x8, x8_IN), (w8, w8_IO) = fp8_operands(x_NI, scale_x, E4M3), fp8_operands(w, scale_w, E4M3)
         if plan.forward is None:
             out = scaled_mm(x8, w8, scale_x, scale_w, x.dtype)
         else:
             out = product_fp8(pack_fp8(w8), x8.t(), list(plan.forward), True, x.dtype)
             out = (out * (scale_x * scale_w)).to(x.dtype)
-        ctx.save_for_backward(transpose_fp8(x8), transpose_fp8(w8), scale_x, scale_w, rows, clocks)
+        ctx.save_for_backward(x8_IN, w8_IO, scale_x, scale_w, rows, clocks)
         out = out.unflatten(0, x.shape[:-1])
         return out if bias is None else out + bias
 
@@ -158,12 +131,12 @@ class Fp8Products(torch.autograd.Function):
         dz_NO = dz.flatten(0, -2).contiguous()
         dx = dw = db = None
         scale_5 = scale_of(dz_NO, E5M2)
-        dz5 = to_fp8(dz_NO, scale_5, E5M2)
+        dz5, dz5_ON = fp8_operands(dz_NO, scale_5, E5M2)
         if ctx.needs_input_grad[0]:
             dx = scaled_mm(dz5, w8_IO, scale_5, scale_w, dz.dtype).unflatten(0, dz.shape[:-1])
         if ctx.needs_input_grad[1]:
             if rows is None:
-                dw = scaled_mm(transpose_fp8(dz5), x8_IN, scale_5, scale_x, dz.dtype)
+                dw = scaled_mm(dz5_ON, x8_IN, scale_5, scale_x, dz.dtype)
             else:
                 dw = _drawn_weight_grad(dz_NO, x8_IN, scale_x, rows, clocks, plan)
         if ctx.needs_input_grad[2]:

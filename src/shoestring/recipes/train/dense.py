@@ -3,6 +3,7 @@
 Run:     shoestring run train/dense data=python steps=2000
          shoestring run train/dense data=my/texts size=small tokenizer=DIR
          shoestring run train/dense init_from=DIR data=my.jsonl lr=2e-5     continues from a Hugging Face folder
+         shoestring run train/dense precision=fp8 compile=blocks size=llama-1b    products in FP8, on Hopper
          shoestring run train/dense resume=runs/train-dense-...             continues after Ctrl-C or a crash
          shoestring run train/dense publish=127.0.0.1:29600 publish_every=50    for `shoestring serve MODEL --follow`
          torchrun --nproc-per-node 4 -m shoestring run train/dense mesh.dp=2 mesh.tp=2
@@ -38,7 +39,7 @@ from shoestring.state.checkpointer import Checkpointer
 from shoestring.state.levels.retention import Keep
 from shoestring.state.levels.settings import CheckpointConfig, check_checkpoints
 from shoestring.state.run_lock import check_not_held, hold_run
-from shoestring.train import pretraining
+from shoestring.train import precision, pretraining
 from shoestring.train.cuda_graph import GraphedForwardBackward, check_graph
 from shoestring.train.data import TokenData, check_pass, rows_per_pass
 from shoestring.train.objectives import CrossEntropy
@@ -61,10 +62,17 @@ EVAL_TOKENS = 100_000  # of the validation split, for the perplexity at the end
 
 @dataclass(frozen=True)
 class Config(
-    OptimSettings, RanksSettings, TrainSettings, CheckpointConfig, ReducerConfig, pretraining.ModelConfig, CorpusConfig
+    OptimSettings,
+    RanksSettings,
+    TrainSettings,
+    CheckpointConfig,
+    ReducerConfig,
+    precision.PrecisionConfig,
+    pretraining.ModelConfig,
+    CorpusConfig,
 ):
-    """Behind the keys of the corpus (train/shards.py), of the model (train/pretraining.py), of the reducer
-    (train/reducers/build.py) and of checkpoints (state/levels/settings.py)."""
+    """Behind the keys of the corpus (train/shards.py), of the model (train/pretraining.py), of the products
+    (train/precision.py), of the reducer (train/reducers/build.py) and of checkpoints (state/levels/settings.py)."""
 
     RETIRED: ClassVar[dict[str, Retired]] = {
         "publish_delta": Retired(False, "every published version is sent whole, to packed servers in their format")
@@ -135,6 +143,9 @@ def pretrain(
     mesh = open_mesh(cfg.mesh, cfg.device)
     if cfg.graph:
         check_graph(mesh)
+    expected = pretraining.expected_spec(cfg, vocab_size=cfg.vocab_size, context=cfg.context)
+    rules = [*rules, *precision.fp8_rules(cfg, expected)]
+    precision.check_precision(cfg, expected, rules, mesh)
     corpus = load_corpus(cfg, cfg.init_from, RunLog(None, main=mesh.is_main).progress)
     spec = pretraining.initial_spec(cfg, corpus.tokenizer, context=cfg.context, named=cfg.tokenizer)
     parallel = ParallelConfig(cfg.recompute, cfg.compile, pick_dtype(cfg.dtype, mesh.device))
@@ -156,6 +167,8 @@ def pretrain(
         log.save_config(config_record(recipe, cfg, **AS_SAVED, run=str(folder)))
         params, tokens = model.spec.num_params() / 1e6, len(corpus.train) / 1e6
         log.say(f"{params:.1f}M parameters, {tokens:.2f}M training tokens, run in {folder}")
+        if products := precision.describe_precision(model, mesh.device):
+            log.say(products)
         if cfg.eval_every and held_out is None:
             log.say(f"no validation: {pretraining.few_documents(corpus, cfg.context)}")
         checkpointer = open_checkpointer(cfg, cfg, folder)

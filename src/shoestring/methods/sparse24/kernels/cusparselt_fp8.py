@@ -8,7 +8,6 @@ E5M2 through torch, so a gradient that becomes an operand is E4M3 too.
     pack_fp8        a 2:4 matrix of E4M3 values
     pack_mvue_fp8   a gradient -> the operand of MVUE(dZ^T) times a factor, drawn, rounded and packed in one pass
     product_fp8     C = A B or its transpose, without scales: the caller multiplies (by powers of two, exactly)
-    transpose_fp8   a contiguous transpose of bytes: FP8 products need their summed dim innermost
 """
 
 from __future__ import annotations
@@ -16,10 +15,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shoestring.kernels.runtime.triton_backend import triton_usable
+from shoestring.kernels.lowbit.fp8_products import E4M3
 from shoestring.methods.sparse24.kernels.mvue import in_words
 
-E4M3 = torch.float8_e4m3fn
 META_ROWS, META_COLS = 64, 128  # of a block of the metadata
 BLOCK_ROWS, BLOCK_GROUPS = 16, 32  # of one program
 
@@ -97,21 +95,3 @@ def product_fp8(packed: Tensor, b_KN: Tensor, algorithms: list[int], transpose: 
 def _(packed: Tensor, b_KN: Tensor, algorithms: list[int], transpose: bool, dtype: torch.dtype) -> Tensor:
     m, n = packed.shape[0], b_KN.shape[1]
     return b_KN.new_empty((n, m) if transpose else (m, n), dtype=dtype)
-
-
-@torch.library.custom_op("shoestring::transpose_fp8", mutates_args=())
-def transpose_fp8(t_MN: Tensor) -> Tensor:
-    if not (t_MN.is_cuda and triton_usable(t_MN)) or not t_MN.is_contiguous():
-        return t_MN.view(torch.uint8).t().contiguous().view(t_MN.dtype)
-    from shoestring.methods.sparse24.kernels.cusparselt_fp8_triton import _transpose_fp8_kernel
-
-    m, n = t_MN.shape
-    out = torch.empty(n, m, dtype=torch.uint8, device=t_MN.device)
-    tile = 128
-    _transpose_fp8_kernel[(-(-m // tile), -(-n // tile))](t_MN.view(torch.uint8), out, m, n, TILE=tile, num_warps=8)
-    return out.view(t_MN.dtype)
-
-
-@transpose_fp8.register_fake
-def _(t_MN: Tensor) -> Tensor:
-    return t_MN.new_empty(t_MN.shape[1], t_MN.shape[0])

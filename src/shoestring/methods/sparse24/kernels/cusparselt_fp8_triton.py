@@ -4,6 +4,7 @@
 import triton
 import triton.language as tl
 
+from shoestring.kernels.lowbit.fp8_products_triton import _e4m3
 from shoestring.methods.sparse24.kernels.masks_triton import _load_groups, _mvue_draw, _two_of_four, _uniform
 
 
@@ -51,21 +52,6 @@ def _pack_fp8_kernel(w, values, meta, num_rows, width, ROWS: tl.constexpr, GROUP
 
 
 @triton.jit
-def _e4m3(x):
-    """The byte of x rounded to E4M3, ties to even; beyond 464 and NaN: NaN. In integers: the compiler's own conversion
-    gave wrong bytes for every other row here (Triton 3.6, sm_90).
-    """
-    bits = x.to(tl.int32, bitcast=True)
-    size = bits & 0x7FFFFFFF
-    normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - 960  # (127 - 7) << 3
-    # Below 2**-6 E4M3 is a grid of 2**-9, which is the spacing of fp32 numbers from 2**14 on.
-    small = (tl.abs(x) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
-    byte = tl.where(size < 0x3C800000, small, normal)
-    byte = tl.where(size > 0x43E80000, 127, byte)
-    return byte | ((bits >> 24) & 0x80)
-
-
-@triton.jit
 def _mvue_fp8_kernel(
     dz, values, meta, row_numbers, clocks, inverse, num_tokens, num_rows, token_stride, row_stride,
     WORDS: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
@@ -82,12 +68,3 @@ def _mvue_fp8_kernel(
     e0, e1 = _e4m3(v0.to(dtype).to(tl.float32) * scale), _e4m3(v1.to(dtype).to(tl.float32) * scale)
     begin = tl.program_id(1) * GROUPS
     _store_packed_fp8(first, second, e0, e1, values, meta, num_rows, num_tokens, row, begin, ROWS, GROUPS)
-
-
-@triton.jit
-def _transpose_fp8_kernel(source, out, m, n, TILE: tl.constexpr):
-    i = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    j = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    inside = (i < m)[:, None] & (j < n)[None, :]
-    tile = tl.load(source + i.to(tl.int64)[:, None] * n + j[None, :], mask=inside, other=0)
-    tl.store(out + j.to(tl.int64)[:, None] * m + i[None, :], tl.trans(tile), mask=tl.trans(inside))

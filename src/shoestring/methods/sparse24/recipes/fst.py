@@ -35,12 +35,11 @@ from shoestring.methods.sparse24 import training
 from shoestring.methods.sparse24.format import Sparse24
 from shoestring.methods.sparse24.tune import tuned_noise_clock
 from shoestring.model import Decoder
-from shoestring.model.folder import read_spec
 from shoestring.recipes.train import dense
 from shoestring.runlog import read_config
 from shoestring.state.checkpoint import latest_step
 from shoestring.train.data import TokenData
-from shoestring.train.pretraining import new_spec
+from shoestring.train.pretraining import expected_spec
 from shoestring.train.step import Hook
 
 # Products of narrower layers did not gain from pruned gradients (benchmarks/train_sparse24: 768 and 1280, with 16k
@@ -59,6 +58,9 @@ class SparseConfig(dense.Config):
     )
     flip_every: int = option(10, "steps between measurements of the flip rate", least=1, advanced=True)
     schedule: Literal["cosine", "wsd"] = option("wsd", "stable, then linear to zero; or cosine to a tenth")
+    fp8_layers: str = option(
+        "none", "precision=fp8, dense linear layers of: inner, all, none; or a glob", advanced=True, deciding=True
+    )
 
 
 AnyConfig = TypeVar("AnyConfig", bound=SparseConfig)
@@ -127,7 +129,7 @@ def check_new_end(cfg: Config, folder: Path) -> None:
 
 def pruning(cfg: Config) -> Sparse24:
     assert cfg.weight_grad != "auto"
-    return Sparse24("tile", hold_mask=True, weight_grad=cfg.weight_grad)
+    return Sparse24("tile", hold_mask=True, weight_grad=cfg.weight_grad, precision=cfg.precision)
 
 
 def make_hooks(cfg: Config, model: Decoder, mesh: Mesh, data: TokenData) -> list[Hook]:
@@ -160,10 +162,7 @@ def with_weight_grad(cfg: AnyConfig) -> AnyConfig:
     """Resolve `auto`; the run folder keeps the result for a resumed run."""
     if cfg.weight_grad != "auto":
         return cfg
-    if cfg.init_from is None:
-        spec = new_spec(cfg, vocab_size=cfg.vocab_size, context=cfg.context)
-    else:
-        spec = read_spec(cfg.init_from)[0]
+    spec = expected_spec(cfg, vocab_size=cfg.vocab_size, context=cfg.context)
     return replace(cfg, weight_grad="mvue" if spec.d_model >= PRUNED_GRADIENTS_FROM else "exact")
 
 

@@ -4,6 +4,7 @@ Run:     shoestring run train/sparse24_sste data=python steps=2000
          shoestring run train/sparse24_sste method=srste decay=2e-4      the older baseline
          shoestring run train/sparse24_sste weight_grad=mvue             gradients pruned at random at any width
          shoestring run train/sparse24_sste precision=fp8                with products in FP8
+         shoestring run train/sparse24_sste precision=fp8 fp8_layers=inner       those of attention, too
          shoestring run train/sparse24_sste schedule=cosine              instead of a constant rate, then linear decay
          shoestring run train/sparse24_sste resume=runs/train-sparse24_sste-...
 Needs:   a CPU for size=tiny and small (which computes what the sparse tensor cores would, with dense products); a
@@ -43,9 +44,6 @@ from shoestring.train.step import Hook
 class Config(SparseConfig):
     method: Literal["sste", "srste"] = option(
         "sste", "soft threshold, or hard masks with decay (SR-STE)", deciding=True
-    )
-    precision: Literal["full", "fp8"] = option(
-        "full", "operands of the 2:4 layers' products: as they are, or FP8", deciding=True
     )
     decay: float | None = option(None, "masked decay of method=srste; none: 2e-4", least=0, advanced=True)
 
