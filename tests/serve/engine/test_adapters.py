@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 
 import pytest
 import torch
 
 from shoestring.errors import UserError
+from shoestring.formats import convert, pack, parse_format
 from shoestring.formats.adapter import LoraWeights
 from shoestring.formats.convert import format_hosts
+from shoestring.formats.int8_activations import quantize_activations
 from shoestring.model import Decoder
 from shoestring.model.adapter_folder import AdapterFile, digest_of, linear_shapes
+from shoestring.model.skip import SkipSet, Sublayer
 from shoestring.serve import Engine, Sampling
 from shoestring.serve.engine.adapters import UnknownAdapter
+from shoestring.serve.engine.weight_update import WeightTarget
 from shoestring.serve.speculative.draft_model import DraftModel
-from tiny import near_copy, tiny_decoder
+from shoestring.state.reshard.version import WeightsVersion
+from tiny import LLAMA, near_copy, tiny_decoder, tiny_llama
 
 PROMPTS = [[1 + (7 * i + j) % 28 for j in range(5 + 3 * i)] for i in range(9)]
 NAMES = ["a0", "a1", "a2", "a3", "a4", "a5", "a6", "a7", None]
@@ -173,8 +179,6 @@ def test_log_probabilities_of_a_prompt_are_the_adapters(model, files):
 
 def test_packed_bases(model, files):
     """int4: texts in a mixed batch equal those of a batch of one, and differ from the base's."""
-    from shoestring.formats import convert, pack, parse_format
-
     base = near_copy(model, 0.0)
     convert(base, [("blocks.*", parse_format("int4:g8"))])
     pack(base, dtype=torch.float64)
@@ -186,3 +190,46 @@ def test_packed_bases(model, files):
         engine.generate([p], Sampling(max_tokens=12), [n])[0].token_ids for p, n in zip(PROMPTS, NAMES, strict=True)
     ]
     assert together == each and together != texts(engine, [None] * 9)
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_skipped_sublayers_and_warm_up(model, files, graphs):
+    """Adapters of sublayers that are left out do nothing; graphs with adapters are made before the first request."""
+    skip = SkipSet([Sublayer(0, "attn"), Sublayer(1, "mlp")])
+    engine = engine_of(model, files, max_requests=4, graphs=graphs, skip=skip)
+    engine.warm_up()
+    made = engine.num_graphs
+    want = [
+        Engine(merged(model, files.get(n)), skip=skip, graphs=False).generate([p], Sampling(max_tokens=12))[0].token_ids
+        for p, n in zip(PROMPTS, NAMES, strict=True)
+    ]
+    assert texts(engine) == want
+    assert made == 0 if not graphs else {shape.adapted for shape in engine.runner.graphs._graphs} == {False, True}
+
+
+def test_new_weights_of_the_model_leave_adapters_alone(model, files, alone):
+    """The same weights again, written in place while graphs with adapters exist."""
+    engine = engine_of(model, files, max_requests=9, graphs=True)
+    assert texts(engine) == alone
+    target = WeightTarget(engine.model)
+    values = {name: {"": p.detach().clone()} for name, p in engine.model.named_parameters()}
+    engine.update_weights(target, values, WeightsVersion("run", 1, "digest"))
+    assert texts(engine) == alone
+
+
+def test_layers_that_round_their_inputs(files):
+    """On a CPU with 8-bit activations rows of adapters go the plain way, beside those of the model in one call."""
+    base = tiny_llama(replace(LLAMA, d_model=64, head_dim=16, d_ff=64))
+    convert(base, [("blocks.*", parse_format("int4:g32"))])
+    pack(base)
+    try:
+        quantize_activations(base)
+    except UserError as error:
+        pytest.skip(str(error))
+    engine, plain = Engine(base, max_requests=3), Sampling(max_tokens=8)
+    once = engine.generate(PROMPTS[:3], plain)
+    engine.adapters.load("x", adapter(3, base))
+    mixed = engine.generate(PROMPTS[:3], plain, [None, "x", None])
+    each = [engine.generate([p], plain, [n])[0].token_ids for p, n in zip(PROMPTS, [None, "x", None], strict=False)]
+    assert [c.token_ids for c in mixed] == each
+    assert [each[0], each[2]] == [once[0].token_ids, once[2].token_ids] and each[1] != once[1].token_ids
