@@ -4,8 +4,8 @@ Run:     shoestring demo          (or: make demo)
          shoestring demo quick=true                smaller settings (or: make demo QUICK=1)
          shoestring demo steps=1000 max_mb=20      a better small model, in more time
 Needs:   2 CPU cores, 4 GB of memory, no GPU; a GPU is used where there is one
-Time:    8 minutes on 2 idle cores, set-up apart; quick=true takes 3. A machine with other work takes longer; the last
-         lines say what took the time
+Time:    about 8 minutes on 2 idle cores, set-up apart; quick=true takes 260 s of processor time, about 3 minutes. A
+         machine with other work takes longer; the last lines say what took the time
 Expect:  the small model (2.3M parameters) reaches a perplexity near 75 on unseen Python files (it depends on what is
          installed), about the same at 4 and 3 bits, 79 when rounded to 2 bits and 77 when trained block by block, 77
          with half of its weights pruned, the others in 16 or in 4 bits; SmolLM2-135M loses a little at 4 bits on the

@@ -197,7 +197,7 @@ def main(cfg: Config) -> Path:
         folder, log, files = run.folder, run.log, BlockFiles(run.folder / "blocks")
         log.truncate_after(0)
         if tokens is None:
-            log.say("perplexity is not measured; give text=FILE, or a longer calibration text")
+            log.say("perplexity is not measured, and loss where it was calibrated; give text=FILE, or a longer calib=")
 
         def evaluate(label: str, changed: bool = False) -> None:
             """Once per run: a resumed one has the row."""
