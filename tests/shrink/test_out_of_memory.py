@@ -330,6 +330,7 @@ def test_a_stopped_clip_search_goes_on_at_the_next_block(
     assert not (own_home / "cut/blocks").exists()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("recipe", CLIPPING)
 def test_no_memory_in_training_keeps_the_stages_before(
     recipe: str, own_home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

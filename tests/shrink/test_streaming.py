@@ -141,6 +141,7 @@ def test_masters_of_blockwise_training_are_the_same() -> None:
 
 @pytest.mark.parametrize(("measure", "units"), [("kl", "layer"), ("loss", "block")])
 @pytest.mark.parametrize("spec", [UNTIED, QWEN2], ids=["own head", "tied"])
+@pytest.mark.few(2)
 def test_damage_is_the_same_and_leaves_the_model_as_it_was(
     spec: ModelSpec, measure: str, units: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,6 +169,7 @@ def test_damage_is_the_same_and_leaves_the_model_as_it_was(
 
 @pytest.mark.parametrize("spec", [QWEN2, GPT2, UNTIED], ids=["tied", "gpt2", "own head"])
 @pytest.mark.parametrize(("stride", "memory_gb"), [(None, 4.0), (7, 0.0)])
+@pytest.mark.few(3)
 def test_perplexity_is_that_of_whole_passes(
     spec: ModelSpec, stride: int | None, memory_gb: float, tmp_path: Path
 ) -> None:

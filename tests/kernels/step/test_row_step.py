@@ -227,7 +227,7 @@ CASES = [
     [*CASES[:3], *(pytest.param(c, marks=pytest.mark.slow) for c in CASES[3:])],
     ids=["plain", "norms, biases, windows", "int4, a key head each", "int2", "int3"],
 )
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 def test_the_source_on_the_cpu(case: tuple[Case, RowStepPlan], tmp_path: Path) -> None:
     check(*case, torch.bfloat16, folder=tmp_path)
 

@@ -63,7 +63,7 @@ def test_layers_that_a_rule_leaves_dense(cli: Callable[..., str], here: Path) ->
     assert read_jsonl(here / "partly/evals.jsonl")[-1]["format"] == "int2:g32 + dense + int8:sym:g0"
 
 
-@pytest.mark.parametrize("stage", ["text", "training"])
+@pytest.mark.parametrize("stage", ["training", pytest.param("text", marks=pytest.mark.lab)])
 def test_a_stopped_run_goes_on_in_its_stage(
     cli: Callable[..., str], here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], stage: str
 ) -> None:

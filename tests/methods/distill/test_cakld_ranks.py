@@ -12,7 +12,7 @@ from ranks_cakld import numbers
 
 @pytest.mark.ranks
 @pytest.mark.slow
-@pytest.mark.parametrize(("dp", "tp"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("dp", "tp"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.lab)])
 def test_two_ranks_equal_one(run_ranks: Callable[..., str], tmp_path: Path, dp: int, tp: int) -> None:
     script = Path(__file__).parent / "ranks_cakld.py"
     out = run_ranks(2, script, str(tmp_path / "two"), str(dp), str(tp))

@@ -68,7 +68,7 @@ def test_blocks_then_end_to_end(cli: Callable[..., str], here: Path) -> None:
     assert not (here / "best/blocks").exists()
 
 
-@pytest.mark.parametrize("grids", ["learned", "derived"])
+@pytest.mark.parametrize("grids", ["learned", pytest.param("derived", marks=pytest.mark.lab)])
 def test_mixed_bits_under_a_budget(cli: Callable[..., str], here: Path, grids: str) -> None:
     argv = [a for a in BEST if not a.startswith(("format", "windows" if grids == "derived" else "format"))]
     out = cli(*argv, f"run=mixed-{grids}", f"grids={grids}", "bits_budget=3.2", "candidates=int2:g32,int4:g32")
@@ -87,7 +87,7 @@ def test_what_does_not_go_together_is_said_before_any_work(cli: Callable[..., st
     assert "init=awq" in said and "grids=learned" in said
 
 
-@pytest.mark.parametrize("grids", ["derived", "learned"])
+@pytest.mark.parametrize("grids", ["derived", pytest.param("learned", marks=pytest.mark.lab)])
 def test_at_three_bits_nothing_is_trained_block_by_block(cli: Callable[..., str], here: Path, grids: str) -> None:
     argv = [a for a in BEST if not a.startswith(("format", "windows"))]
     name = f"three-{grids}"
@@ -102,7 +102,7 @@ def test_at_three_bits_nothing_is_trained_block_by_block(cli: Callable[..., str]
     assert read_jsonl(here / name / "evals.jsonl")[-1]["format"] == "nf3:s2:g32 + int8:sym:g0"
 
 
-@pytest.mark.parametrize("teacher", ["live", "cached"])
+@pytest.mark.parametrize("teacher", ["live", pytest.param("cached", marks=pytest.mark.lab)])
 def test_as_sure_as_the_full_model(cli: Callable[..., str], here: Path, teacher: str) -> None:
     cli(*BEST, f"run={teacher}", f"teacher={teacher}", "gamma=none")
     assert read_jsonl(here / teacher / "evals.jsonl")[-1]["model"] == "after"
@@ -110,7 +110,7 @@ def test_as_sure_as_the_full_model(cli: Callable[..., str], here: Path, teacher:
     assert 0 < told["gamma"] < 1 and (here / teacher / "gamma.json").exists() == (teacher == "live")
 
 
-@pytest.mark.parametrize("stage", ["blocks", "training"])
+@pytest.mark.parametrize("stage", ["training", pytest.param("blocks", marks=pytest.mark.lab)])
 def test_a_stopped_run_goes_on_in_its_stage(
     cli: Callable[..., str], here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], stage: str
 ) -> None:

@@ -357,6 +357,7 @@ def test_a_trimmed_writer_says_only_its_tokens(here: Path) -> None:
 
 @pytest.mark.parametrize("said", [None, [3, 5, 8, 20, 40, 41]])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.few(2)
 def test_a_writer_follows_the_training_in_the_programs_of_a_gpu(
     here: Path, dtype: torch.dtype, said: list[int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -100,7 +100,7 @@ def definition(
     return tokens[len(prompt) :]
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     stems=st.lists(st.lists(st.integers(0, 28), min_size=1, max_size=14), min_size=1, max_size=2),
     tails=st.lists(st.tuples(st.integers(0, 1), st.lists(st.integers(0, 28), max_size=5)), min_size=1, max_size=5),
@@ -163,7 +163,7 @@ def test_every_schedule_writes_the_text_of_the_definition(
     assert len(engine.skip_sets.sets) <= MAX_SETS
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     prompts=st.lists(st.lists(st.integers(0, 28), min_size=1, max_size=12), min_size=1, max_size=5),
     samplings=st.lists(st.one_of(greedy_st, drawn_st), min_size=5, max_size=5),

@@ -50,7 +50,7 @@ def test_a_probe_too_short_to_measure_ends_before_any_work(tmp_path: Path, capsy
     assert not (tmp_path / "short").exists()
 
 
-@pytest.mark.parametrize("weight_grad", ["auto", "mvue"])
+@pytest.mark.parametrize("weight_grad", ["mvue", pytest.param("auto", marks=pytest.mark.lab)])
 def test_fst_delivers_a_dense_model_and_resumes(tmp_path: Path, weight_grad: str) -> None:
     run("train/sparse24_fst", f"weight_grad={weight_grad}", "steps=18", "refresh=4", "save_every=10", "run=whole")
     metrics = read_jsonl(tmp_path / "whole/metrics.jsonl")

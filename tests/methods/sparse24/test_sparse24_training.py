@@ -213,6 +213,7 @@ def test_cast_shrinks_what_it_will_prune() -> None:
 
 
 @pytest.mark.parametrize("method", ["fst", "slorb", "sste", "srste"])
+@pytest.mark.few(2)
 def test_recomputed_blocks_draw_the_same_noise_and_see_the_same_masks(method: str) -> None:
     losses, masks, weights = {}, {}, {}
     for recompute in (False, True):

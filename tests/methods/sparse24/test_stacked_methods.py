@@ -68,6 +68,7 @@ def format_state(format: Stacked, w: Tensor) -> dict[str, Tensor]:
 
 @every_second
 @pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.few(12)
 def test_gptq_keeps_the_zeros_and_beats_rounding(second: str, settings: Gptq) -> None:
     w, h = pruned_weight(), hessian()
     format, state = setup(second, w)
