@@ -161,6 +161,14 @@ def test_what_is_refused(model, files):
     for name, file, message in cases:
         with pytest.raises(UserError, match=message):
             engine.adapters.load(name, file)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shoestring.serve.engine.adapters.MOST_SLOTS", 8)
+        for i in range(7):
+            engine.adapters.load(f"more {i}", files["a1"])
+        with pytest.raises(UserError, match="8 adapters are held"):
+            engine.adapters.load("too many", files["a1"])
+        for i in range(7):
+            engine.adapters.unload(f"more {i}")
     with pytest.raises(UserError, match="there is no adapter 'none'; there are: a0"):
         engine.generate([[1]], adapters=["none"])
     assert engine.adapters.names.keys() == {"a0"}

@@ -33,7 +33,7 @@ from shoestring.model.transformer import Block, Decoder, Mlp
 from shoestring.state.boxes import Box
 
 LEAST_RANK, MOST_RANK = 16, 64  # as the kernels know them; others are padded
-LEAST_SLOTS = 8
+LEAST_SLOTS, MOST_SLOTS = 8, 256  # adapters that there is room for
 MOST_NAME = 200
 
 Key = tuple[int, str]  # layer, group
@@ -67,9 +67,9 @@ class GroupLora(NamedTuple):
     slot_T: Tensor
 
     def add_(self, y_TN: Tensor, x_TK: Tensor, **fused: Any) -> Tensor:
-        """`fused`: norm_K and eps where x is not normed yet; swiglu."""
+        """`fused`: norm_K and eps where x is not normed yet; swiglu. The result may be y, changed."""
         a_SQK, b_SNR, ends = self.stack
-        return gather_lora_(y_TN, x_TK, a_SQK, b_SNR, self.slot_T, ends, **fused)
+        return gather_lora_(y_TN.contiguous(), x_TK.contiguous(), a_SQK, b_SNR, self.slot_T, ends, **fused)
 
 
 class RowAdapters(NamedTuple):
@@ -171,11 +171,16 @@ class AdapterBank:
         num_slots = self._num_slots or LEAST_SLOTS
         if self._num_slots and not self._free:
             num_slots *= 2
+        if num_slots > MOST_SLOTS:
+            raise UserError(f"{self._num_slots} adapters are held, as many as are served; unload some first")
         wanted = keys | self.stacks.keys()
         if (rank, num_slots, wanted) == (self._rank, self._num_slots, self.stacks.keys()):
             return
         groups = dict(self._groups())
-        fresh = {key: self._empty(key, groups[key], num_slots, rank) for key in sorted(wanted)}
+        try:
+            fresh = {key: self._empty(key, groups[key], num_slots, rank) for key in sorted(wanted)}
+        except torch.OutOfMemoryError:
+            raise UserError(f"there is no memory for {num_slots} adapters of rank {rank}; unload some first") from None
         for key, old in self.stacks.items():
             parts = len(old.ends)
             fresh[key].a_SQK.unflatten(1, (parts, rank))[: self._num_slots, :, : self._rank] = old.a_SQK.unflatten(
