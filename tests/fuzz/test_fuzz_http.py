@@ -31,7 +31,7 @@ from http_cases import (  # noqa: E402
 )
 from http_harness import Bystanders, attack, memory_gb, receive_all, served  # noqa: E402
 from outcomes import SEED, Tally  # noqa: E402
-from serving import running  # noqa: E402
+from serving import nothing_is_left, running, wait_for  # noqa: E402
 
 from benchmarks.results import record  # noqa: E402
 from tiny import TOOL_CHAT_TEMPLATE, chat_tokenizer, make_adapter, served_model  # noqa: E402
@@ -87,11 +87,12 @@ def is_well(place: tuple[str, int]) -> bool:
     return bool(httpx.get(f"http://{place[0]}:{place[1]}/health", timeout=30).json() == {"status": "ok"})
 
 
-def test_bodies(place: tuple[str, int]) -> None:
+def test_bodies(service: Any, place: tuple[str, int]) -> None:
     tally = send_bodies(place, "http bodies", body_cases(seed=1, num=140))
     tally.check()
     assert tally.counts["ok"] > 20 and tally.counts["clean"] > 60  # neither kind is missing
     assert is_well(place)
+    wait_for(lambda: nothing_is_left(service))
 
 
 def test_adapters(tmp_path: Path) -> None:
@@ -115,18 +116,20 @@ def test_adapters(tmp_path: Path) -> None:
         assert is_well(here)
 
 
-def test_schemas(place: tuple[str, int]) -> None:
+def test_schemas(service: Any, place: tuple[str, int]) -> None:
     tally = send_bodies(place, "http schemas", schema_cases(seed=1, num=44))
     tally.check()
     assert tally.counts["ok"] > 4 and tally.counts["clean"] > 4
     assert is_well(place)
+    wait_for(lambda: nothing_is_left(service))
 
 
-def test_tools(place: tuple[str, int]) -> None:
+def test_tools(service: Any, place: tuple[str, int]) -> None:
     tally = send_bodies(place, "http tools", tool_cases(seed=1, num=48))
     tally.check()
     assert tally.counts["ok"] > 4 and tally.counts["clean"] > 4
     assert is_well(place)
+    wait_for(lambda: nothing_is_left(service))
 
 
 def test_connections(service: Any, place: tuple[str, int], caplog: pytest.LogCaptureFixture) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -53,3 +54,10 @@ def wait_for(happened: Callable[[], object], seconds: float = 120.0) -> None:
     while not happened():
         assert time.monotonic() < end, "it did not happen in time"
         time.sleep(0.01)
+
+
+def nothing_is_left(service: Any) -> bool:
+    """Of any request: no text is open or computed, and every block of keys and values can be had."""
+    pool = service.engine.cache.pool
+    idle = service.client.num_open == 0 and not service.engine.busy
+    return idle and pool.num_used == 0 and pool.num_available == pool.num_blocks

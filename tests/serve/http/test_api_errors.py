@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 openai = pytest.importorskip("openai")
 httpx = pytest.importorskip("httpx")
-from serving import running, wait_for  # noqa: E402
+from serving import nothing_is_left, running, wait_for  # noqa: E402
 
 from shoestring.serve.http.grammar import Grammars  # noqa: E402
 from shoestring.serve.http.request_parsing import Limits, parse_chat  # noqa: E402
@@ -53,13 +53,6 @@ def refused(response: Any, status: int, *words: str) -> dict[str, Any]:
     for word in words:
         assert word in error["message"]
     return error
-
-
-def nothing_is_left(service: Any) -> bool:
-    """Of any request: no text is open or computed, and every block of keys and values can be had."""
-    pool = service.engine.cache.pool
-    idle = service.client.num_open == 0 and not service.engine.busy
-    return idle and pool.num_used == 0 and pool.num_available == pool.num_blocks
 
 
 def test_the_openai_client_raises_its_own_errors(service: Any) -> None:
@@ -315,142 +308,6 @@ def test_cors_and_missing_chat_template() -> None:
         assert httpx.get(service.url + "/stats").json()["chat"] is False
 
 
-# -- any JSON at all ----------------------------------------------------------------------------------------
-
-json_st = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**70), 2**70)
-    | st.floats(allow_nan=False)
-    | st.text(st.characters(), max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=6,
-)
-ids_st = st.lists(st.integers(0, 290), min_size=1, max_size=5)
-message_st = st.fixed_dictionaries(
-    {"role": st.sampled_from(["user", "assistant", "system", "tool"]), "content": st.text(max_size=8)},
-    optional={"name": json_st, "refusal": json_st},
-)
-# Mostly what is right, sometimes anything: bodies that fail at the first field test only that field.
-FIELDS: dict[str, st.SearchStrategy[Any]] = {
-    "max_tokens": st.integers(0, 6) | st.integers(0, 2**31),
-    "max_completion_tokens": st.integers(1, 2**31),
-    "prompt": st.text(max_size=12) | ids_st | st.lists(ids_st, min_size=1, max_size=2),
-    "messages": st.lists(message_st, min_size=1, max_size=3),
-    "temperature": st.floats(0, 2) | st.sampled_from([1e-300, 1e6, 5e-324]),
-    "top_p": st.floats(0, 1),
-    "top_k": st.integers(-1, 400),
-    "min_p": st.floats(0, 1),
-    "seed": st.integers(-(2**63), 2**64 - 1),
-    "n": st.integers(1, 3),
-    "stop": st.text(min_size=1, max_size=3) | st.lists(st.text(min_size=1, max_size=3), max_size=3),
-    "stream": st.booleans(),
-    "logit_bias": st.dictionaries(st.integers(0, 290).map(str), st.floats(-100, 100), max_size=3),
-    "presence_penalty": st.floats(-2, 2),
-    "frequency_penalty": st.floats(-2, 2),
-    "repetition_penalty": st.floats(0.01, 100),
-    "min_tokens": st.integers(0, 3),
-    "ignore_eos": st.booleans(),
-    "logprobs": st.booleans() | st.integers(0, 20),
-    "top_logprobs": st.integers(0, 20),
-    "echo": st.booleans(),
-    "response_format": st.sampled_from([{"type": "text"}, {"type": "json_object"}])
-    | st.builds(lambda x: {"type": "json_schema", "json_schema": {"name": "x", "schema": x}}, json_st),
-    "mark_drafts": st.booleans(),
-    "stream_options": st.fixed_dictionaries({"include_usage": st.booleans()}),
-    "user": json_st,
-    "tools": json_st,
-}
-OWN = {
-    TEXT: {"prompt", "echo", "stream_options"},
-    CHAT: {"messages", "max_completion_tokens", "top_logprobs", "response_format", "tools"},
-}
-
-
-@st.composite
-def bodies(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
-    path = draw(st.sampled_from([TEXT, CHAT]))
-    foreign = OWN[CHAT if path == TEXT else TEXT]
-    names = draw(st.lists(st.sampled_from(sorted(set(FIELDS) - foreign)), max_size=6, unique=True))
-    body = {name: draw(FIELDS[name]) for name in {*names, "prompt" if path == TEXT else "messages"} - {*foreign}}
-    if draw(st.integers(0, 3)) == 0:
-        body[draw(st.sampled_from(sorted(FIELDS)) | st.text(max_size=6))] = draw(json_st)
-    return path, body
-
-
-def fuzzed(num: int) -> settings:
-    return settings(max_examples=num, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
-
-
-def most_new_tokens(path: str, body: dict[str, Any]) -> int:
-    """That one text may have, by what its request says and by the context."""
-    default = 16 if path == TEXT else CONTEXT
-    given = body.get("max_completion_tokens") or body.get("max_tokens")
-    return min(CONTEXT, default if given is None else given)
-
-
-@fuzzed(50)  # tests/fuzz has more
-@given(bodies())
-def test_no_body_makes_the_server_fail(http: Any, service: Any, given_body: tuple[str, dict[str, Any]]) -> None:
-    path, body = given_body
-    answer = http.post(path, content=json.dumps(body).encode())
-    assert answer.status_code in (200, 400), (body, answer.text)
-    if answer.status_code == 400:
-        refused(answer, 400)
-    elif body.get("stream"):
-        assert answer.text.endswith("data: [DONE]\n\n")
-        assert '"error"' not in answer.text, answer.text
-    else:
-        texts = answer.json()["choices"]
-        assert all(c["finish_reason"] in ("stop", "length") for c in texts)
-        assert answer.json()["usage"]["completion_tokens"] <= most_new_tokens(path, body) * len(texts)
-    wait_for(lambda: nothing_is_left(service))
-
-
-TOKENS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
-    "/tokenize": {
-        "prompt": st.text(max_size=40),
-        "messages": st.lists(message_st, min_size=1, max_size=3),
-        "add_special_tokens": st.booleans(),
-        "model": st.just("tiny"),
-    },
-    "/detokenize": {
-        "tokens": ids_st | st.lists(st.integers(-(2**70), 2**70), max_size=3),
-        "skip_special_tokens": st.booleans(),
-        "model": st.just("tiny"),
-    },
-}
-
-
-@st.composite
-def token_bodies(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
-    path = draw(st.sampled_from(sorted(TOKENS)))
-    fields = TOKENS[path]
-    first = next(iter(fields))
-    names = draw(st.sets(st.sampled_from([name for name in fields if name != first])))
-    body = {name: draw(fields[name]) for name in sorted(names)}
-    if "messages" not in body or draw(st.integers(0, 3)) == 0:
-        body[first] = draw(fields[first])
-    if draw(st.integers(0, 2)) == 0:
-        body[draw(st.sampled_from(sorted(fields)) | st.text(max_size=6))] = draw(json_st)
-    return path, body
-
-
-@fuzzed(50)
-@given(token_bodies())
-def test_no_body_makes_tokenizing_fail(http: Any, service: Any, given_body: tuple[str, dict[str, Any]]) -> None:
-    path, body = given_body
-    answer = http.post(path, content=json.dumps(body).encode())
-    if answer.status_code == 200 and path == "/tokenize":
-        told = answer.json()
-        assert told["count"] == len(told["tokens"]) and told["max_model_len"] == CONTEXT
-    elif answer.status_code == 200:
-        assert set(answer.json()) == {"prompt"}
-    else:
-        refused(answer, 404 if isinstance(body.get("model"), str) and body["model"] != "tiny" else 400)
-    assert nothing_is_left(service)
-
-
 @pytest.mark.parametrize("path", ["/", "/web/app.js", "/web/style.css"])
 def test_a_page_comes_whole_whatever_range_is_asked_for(service: Any, path: str) -> None:
     whole = httpx.get(service.url + path)
@@ -460,7 +317,12 @@ def test_a_page_comes_whole_whatever_range_is_asked_for(service: Any, path: str)
         assert (part.status_code, part.content) == (200, whole.content)
 
 
-# -- any request at all -------------------------------------------------------------------------------------
+# -- any request at all; tests/fuzz has any body ----------------------------------------------------------------
+
+
+def fuzzed(num: int) -> settings:
+    return settings(max_examples=num, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+
 
 ROUTES = [
     *(TEXT, CHAT, "/tokenize", "/detokenize", "/tokenizer_info", "/v1/models", "/v1/models/tiny"),
