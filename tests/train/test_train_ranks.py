@@ -33,7 +33,10 @@ def check(cases: list[dict[str, Any]], got: list[list[float]]) -> None:
         want = losses(same_on_one)
         assert len(numbers) == len(want)
         worst = max(abs(a - b) / max(1.0, abs(b)) for a, b in zip(numbers, want, strict=True))
-        assert worst < 1e-5, f"{case}: off by {worst:.2e}\n{numbers}\n{want}"
+        # Sums in another order put a number on the other side of a tie now and then, which is a large step in FP8.
+        assert worst < (1e-4 if "fp8" in case.get("format", "") else 1e-5), (
+            f"{case}: off by {worst:.2e}\n{numbers}\n{want}"
+        )
 
 
 @pytest.mark.ranks
@@ -56,9 +59,10 @@ def test_two_ranks_equal_one(run_ranks: Callable[..., str]) -> None:
 
 
 @pytest.mark.ranks
-def test_muon_on_two_ranks_equals_one(run_ranks: Callable[..., str]) -> None:
+def test_muon_and_fp8_on_two_ranks_equal_one(run_ranks: Callable[..., str]) -> None:
     uneven = {"d_ff": 47, "num_kv_heads": 2}  # FSDP2 cuts 47 rows at 24
     cases = [{"dp": 2, "muon": True, "spec": uneven}, {"tp": 2, "muon": True, "spec": QWEN}]
+    cases += [{"dp": 2, "muon": True, "format": "fp8:train", "recompute": True}]
     check(cases, on_ranks(run_ranks, 2, cases))
 
 
