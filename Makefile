@@ -1,5 +1,5 @@
-# make demo   the whole path on this machine: train, shrink, evaluate, chat, report (under ten minutes on 2 cores);
-#             make demo QUICK=1 takes smaller settings (under three minutes)
+# make demo   the whole path on this machine: train, shrink, evaluate, chat, report (about 8 minutes on 2 idle cores);
+#             make demo QUICK=1 takes smaller settings (about 3)
 # make test   lint, types, layers and the whole test suite (as root on Debian it installs g++ and chromium where they are missing);
 #             tests for which set-up should have brought what they need fail without it, make test PROMISED= skips them
 # make check  the inner loop: lint, types, layers and a quick part of the tests, under two minutes on 2 idle cores

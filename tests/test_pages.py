@@ -81,7 +81,7 @@ def test_sentences_for_users_are_short(page: Path) -> None:
 
 
 def test_pages_are_short() -> None:
-    assert sum(docs.words(docs.by_hand(page)) for page in docs.pages()) <= 36_000
+    assert sum(docs.words(docs.by_hand(page)) for page in docs.pages()) <= 34_500
 
 
 def test_pages_for_users_name_no_commits() -> None:

@@ -19,7 +19,7 @@ def smollm2(smollm2_file: Path) -> LoadedModel:
 @pytest.mark.assets
 @pytest.mark.slow
 def test_reference_values(smollm2: LoadedModel, assets: Path) -> None:
-    """A part of what docs/reference/evals.md lists in full; the rest takes minutes on a small CPU."""
+    """Perplexity and accuracies of a model that everybody has; longer texts take minutes on a small CPU."""
     text = (assets / "text/wikitext-2/test.txt").read_text(encoding="utf-8")
     tokens = torch.tensor(smollm2.tokenizer.encode(text[:10_000]))
     found = perplexity(smollm2.model, tokens, context=256, max_tokens=2 * 256)
