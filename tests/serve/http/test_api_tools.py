@@ -172,7 +172,7 @@ HISTORY: list[dict[str, Any]] = [
 def test_a_model_without_tools_is_asked_by_a_prompt_and_held_by_a_grammar(server: Any, stream: bool) -> None:
     with httpx.Client(base_url=server.url, timeout=120) as client:
         names, kinds = {tool["function"]["name"] for tool in TOOLS}, set()
-        for seed in range(0, 6, 3 if stream else 1):
+        for seed in (0, 3) if stream else (0, 1, 4, 5):
             asked = {"messages": HISTORY if seed % 2 else ASK["messages"], "tools": TOOLS, "seed": seed}
             asked |= {"max_tokens": 400, "temperature": 2.0, "tool_choice": "required" if seed > 3 else "auto"}
             answer = client.post("/v1/chat/completions", json={**asked, "stream": stream, "user": "me"})
