@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.results import record
+from benchmarks.results import newest, record
 from benchmarks.train_dense import llama
 from shoestring.errors import as_command
 from shoestring.formats import convert, pack, parse_format, use_kernels
@@ -128,7 +128,7 @@ def time_steps(step: Step, tokens: int, device: torch.device, seconds: float = 6
     return found, torch.cuda.max_memory_allocated() / 1e9
 
 
-def speed(only: str | None) -> None:
+def speed(only: str | None, sizes: list[int]) -> None:
     device = torch.device("cuda")
     cases: dict[str, Callable[[], Step]] = {
         "peft eager": lambda: peft_step(False, device),
@@ -136,13 +136,16 @@ def speed(only: str | None) -> None:
         "shoestring eager": lambda: our_step("off", device),
         "shoestring": lambda: our_step("blocks", device),
     }
-    taken: dict[int, tuple[float, float]] = {}  # peft eager's
+    found = {
+        (n["metric"], n["config"].get("tokens")): n["value"] for n in newest("finetune") if n["case"] == "peft eager"
+    }
+    taken = {t: (found["tokens_per_s", t], found["peak_memory_gb", t]) for t in sizes if ("tokens_per_s", t) in found}
     for case, build in cases.items():
-        if only is not None and only not in case:
+        if only is not None and only != case:
             continue
         try:
             step = build()
-            for tokens in TOKENS:
+            for tokens in sizes:
                 rates, peak = time_steps(step, tokens, device)
                 rate, base = statistics.median(rates), taken.get(tokens)
                 if case == "peft eager":
@@ -150,7 +153,7 @@ def speed(only: str | None) -> None:
                 config = {"model": "llama-8b", "adapter": f"lora:r{RANK}", "format": FORMAT, "tokens": tokens}
                 note = "random weights, rows of 1,024 tokens, every block recomputed"
                 same: dict[str, Any] = {"bench": "finetune", "case": case, "config": config, "note": note}
-                beside: dict[str, Any] = {"baseline": "peft eager"} if base else {}
+                beside: dict[str, Any] = {"baseline": "peft eager"} if base and case != "peft eager" else {}
                 fast: dict[str, Any] = {"baseline_value": base[0], "ratio": rate / base[0]} if base else {}
                 small: dict[str, Any] = {"baseline_value": base[1], "ratio": base[1] / peak} if base else {}
                 record(metric="tokens_per_s", unit="tokens/s", samples=rates, **same, **beside, **fast)
@@ -170,11 +173,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("what", choices=("speed",))
     parser.add_argument("--peers", help="a folder with peft, accelerate and bitsandbytes")
-    parser.add_argument("--only", help="cases whose name has this in it")
+    parser.add_argument("--only", help="one case; ratios are to the recorded peft eager")
+    parser.add_argument("--tokens", default=",".join(map(str, TOKENS)), help="tokens a step, with commas")
     args = parser.parse_args()
     if args.peers:
         sys.path.append(args.peers)
-    speed(args.only)
+    speed(args.only, [int(t) for t in args.tokens.split(",")])
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoestring.errors import UserError
-from shoestring.formats import FormatLinear, convert, keep_decoded, pack, parse_format
+from shoestring.formats import FormatLinear, convert, keep_decoded, kernel_layout, pack, parse_format, use_kernels
 from shoestring.formats.adapter import (
     AdapterConfig,
     adapted_layers,
@@ -22,6 +22,7 @@ from shoestring.formats.adapter import (
 )
 from shoestring.formats.convert import format_linear
 from shoestring.model import Decoder
+from shoestring.model.parallel import compile_, recompute_
 from tiny import LLAMA, tiny_llama
 
 SPEC = dataclasses.replace(LLAMA, d_ff=64)
@@ -139,9 +140,12 @@ def test_dora_norms_are_exact_without_a_decoded_weight() -> None:
         torch.testing.assert_close(norms.double(), whole.norm(dim=1), rtol=2e-6, atol=0)
 
 
-@pytest.mark.slow
+@pytest.mark.lab
 @pytest.mark.parametrize("dora", [False, True])
-def test_a_compiled_block_gives_the_same_gradients(dora: bool) -> None:
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_compiled_block_is_one_graph_and_gives_the_same_gradients(
+    dora: bool, recompute: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, tokens = adapted("nf4:g32", dora=dora, num_layers=4), torch.arange(12)[None]
     model(tokens).square().mean().backward()
     eager = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
@@ -149,8 +153,13 @@ def test_a_compiled_block_gives_the_same_gradients(dora: bool) -> None:
     from torch._dynamo.testing import CompileCounterWithBackend
 
     counter = CompileCounterWithBackend("aot_eager")
+    monkeypatch.setattr(kernel_layout, "chunks_usable", lambda t: True)
+    assert use_kernels(model)  # held as on a GPU
+    monkeypatch.undo()
     for block in model.blocks:
-        block.compile(backend=counter, fullgraph=True)
+        compile_(block, backend=counter, fullgraph=True)
+        if recompute:
+            recompute_(block)
     model(tokens).square().mean().backward()
     assert counter.frame_count == 2  # the first block's input has no gradient
     for name, grad in eager.items():

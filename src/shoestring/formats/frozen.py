@@ -44,7 +44,8 @@ class _FrozenProduct(torch.autograd.Function):
         names: tuple[str, ...],
         *held: Tensor,
     ) -> Tensor:
-        y = format.linear(x, dict(zip(names, held, strict=True)), bias)
+        # Detached: a compiler traces this with gradients on, and kernels step aside where they are wanted.
+        y = format.linear(x.detach(), dict(zip(names, held, strict=True)), bias)
         h_NR = None
         if a_RI is not None and b_OR is not None and scale is not None:
             h_NR = (x.reshape(-1, x.shape[-1]) @ a_RI.t()) * scale.to(x.dtype)

@@ -1,6 +1,6 @@
 """Parallelism, recomputation and compilation around a Decoder, applied from outside.
 
-The order is fixed: convert (formats, on meta) -> tensor parallel -> recompute -> compile -> FSDP2 -> materialise ->
+The order is fixed: convert (formats, on meta) -> tensor parallel -> compile -> recompute -> FSDP2 -> materialise ->
 load or init. Tensor parallelism stores each sharded matrix as a DTensor, so that checkpoints and FSDP2 know its place;
 the module multiplies with its plain local shard, and hooks put the collectives around it:
 
@@ -61,10 +61,10 @@ def parallelize(model: Decoder, mesh: Mesh, cfg: ParallelConfig) -> Decoder:
     if cfg.compile != "off":
         uncompiled_expert_loops_(model)
     for block in model.blocks:
+        if cfg.compile == "blocks":
+            compile_(block)
         if cfg.recompute:
             recompute_(block)
-        if cfg.compile == "blocks":
-            block.compile()
     dp = mesh.axis("dp")
     if cfg.compile == "whole":
         if dp is not None:
@@ -246,6 +246,11 @@ def _shard_param_(module: nn.Module, name: str, tp: DeviceMesh, dim: int) -> Non
 def recompute_(block: nn.Module) -> None:
     """Keep only the block's input, and run its forward again in the backward pass. Parameter names do not change."""
     block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
+
+
+def compile_(block: nn.Module, **options: Any) -> None:
+    """Before `recompute_`: torch's checkpoint is never compiled by itself, and what it calls would not be either."""
+    block.forward = torch.compile(block.forward, **options)  # type: ignore[method-assign]
 
 
 def shard_(model: Decoder, dp: DeviceMesh, compute_dtype: torch.dtype) -> None:

@@ -161,6 +161,26 @@ def lowbit_row_linear(
 
 def decode_chunks(chunks: Tensor, table: Tensor | None, layout: ChunkLayout, width: int, dtype: torch.dtype) -> Tensor:
     """The dense weight [out, width], rounded once to `dtype`."""
+    return _decode_chunks(chunks, table, layout.bits, layout.group, layout.scales, layout.bf16_scale, width, dtype)
+
+
+def _dense_of(chunks: Tensor, table: Tensor | None, *rest: Any) -> Tensor:
+    *_, width, dtype = rest
+    return chunks.new_empty(chunks.shape[0] * CHUNK_ROWS, width, dtype=dtype)
+
+
+@registered("lowbit_decode", _dense_of)
+def _decode_chunks(
+    chunks: Tensor,
+    table: Tensor | None,
+    bits: int,
+    group: int,
+    scales: int,
+    bf16_scale: bool,
+    width: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    layout = ChunkLayout(bits, group, table is not None, scales, bf16_scale)
     if chunks_usable(chunks) and dtype in (torch.bfloat16, torch.float16):
         return decode_chunks_cuda(chunks, table, layout, width, dtype)
     return decode_chunks_ref(chunks, table, layout, width).to(dtype)

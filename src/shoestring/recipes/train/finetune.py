@@ -116,6 +116,11 @@ def main(cfg: Config) -> Path:
     spec, tokenizer = read_spec(cfg.model)
     if tokenizer is None:
         raise UserError(f"{cfg.model} has no tokenizer; copy its tokenizer.json into the folder")
+    if tokenizer.vocab_size > spec.vocab_size:
+        raise UserError(
+            f"{cfg.model}: the tokenizer has {tokenizer.vocab_size} tokens but the embedding only {spec.vocab_size} "
+            "rows (vocab_size); use the tokenizer the model was trained with"
+        )
     if cfg.context > spec.max_positions:
         most = spec.max_positions
         raise UserError(f"context={cfg.context} is more than the {most} positions of {cfg.model}; give context={most}")
