@@ -63,7 +63,7 @@ def run(place: Path, out: Path, *settings: str, model: str = "dense", data: str 
     named = [f"model={place / model}", f"data={place / data}", f"run={out}"]
     named = [s for s in named if s.partition("=")[0] not in given]
     if "resume" in given:
-        named, usual = [], []
+        named.pop()  # the run is named already
     return finetune.main(apply_overrides(finetune.Config, [*named, *usual, *settings]))
 
 
@@ -110,7 +110,7 @@ def test_a_resumed_run_is_bit_equal(place: Path, tmp_path: Path, monkeypatch: py
     with monkeypatch.context() as patch, pytest.raises(Interrupted, match="resume="):
         patch.setattr(finetune.HeldOutLoss, "__call__", stops)
         run(place, tmp_path / "cut", "epochs=2", "patience=0", model="packed")
-    resumed = run(place, tmp_path / "cut", f"resume={tmp_path / 'cut'}")
+    resumed = run(place, tmp_path, "epochs=2", "patience=0", f"resume={tmp_path / 'cut'}", model="packed")
     a, b = ((folder / "adapter/adapter_model.safetensors").read_bytes() for folder in (whole, resumed))
     assert a == b
 
