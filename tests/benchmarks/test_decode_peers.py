@@ -17,7 +17,7 @@ TINY = dataclasses.replace(
 
 
 @pytest.mark.parametrize(("kind", "num"), [("eager", 2), ("static", 1), ("assisted", 1), ("batching", 3)])
-@pytest.mark.few(2)
+@pytest.mark.lab
 def test_every_peer_runs_to_its_line(kind: str, num: int, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
     for name, value in {"PROMPT": 6, "NEW": 8, "FIRST": 2, "FEWEST": 3, "DEVICE": "cpu"}.items():

@@ -107,7 +107,7 @@ def test_prepared_trained_and_timed_by_three_calls(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("trimmed", [False, True])
-@pytest.mark.few(1)
+@pytest.mark.lab
 def test_a_drafter_written_into_a_running_engine_is_measured_as_one_of_its_own(
     trimmed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,7 @@ from shoestring.cli.app import run_cli
 
 
 @pytest.mark.ranks
-@pytest.mark.slow
+@pytest.mark.lab
 def test_two_ranks_deliver_the_model_of_one(
     run_ranks: Callable[..., str], here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
