@@ -270,6 +270,7 @@ def agrees(model: Decoder, monkeypatch: pytest.MonkeyPatch, **how: int) -> bool:
 
 
 @pytest.mark.parametrize(("name", "threads"), [*((n, t) for n in SPECS for t in (1, 2, 5)), *((n, 3) for n in FURTHER)])
+@pytest.mark.few(10)
 def test_it_computes_products_of_rounded_inputs(name: str, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert agrees(served({**SPECS, **FURTHER}[name], head=HEAD), monkeypatch, threads=threads)
 
@@ -320,6 +321,7 @@ def test_rows_do_not_depend_on_each_other(name: str, threads: int) -> None:
 
 @pytest.mark.parametrize("label", ["int4:sym:g32", "int4:g0", "int3:g32", "int2:sym:g32", "int8:g32", "int4:min:g32"])
 @pytest.mark.parametrize("head", ["", "int8:g32", "int4:g64", "int8:min:g32"])
+@pytest.mark.few(8)
 def test_formats_and_heads(label: str, head: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert agrees(served(label=label, head=head), monkeypatch, num=5)
 

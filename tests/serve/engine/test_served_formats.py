@@ -17,6 +17,7 @@ EMBEDS = {"int8:g0": "int8:g0", "int4:g8": "int4:g8", "nf4:s2:g8": "nf3:s1:g8"} 
 
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.few(10)
 def test_packed_layers_write_the_models_text(format: str, graphs: bool) -> None:
     """Prompts in pieces, several requests at once, drafts: one row, few rows and many of every layer."""
     model = tiny_decoder(d_model=32, d_ff=48).float()
