@@ -61,6 +61,14 @@ def test_packed_layers_are_quantized_again(place: Path, tmp_path: Path, capsys: 
     assert not torch.equal(q, merged)
 
 
+def test_a_certificate_is_of_the_model_as_it_is(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [place / "dense", tmp_path / "out", "--certify", "--adapter", place / "adapter"]
+    assert run_cli(["export", *map(str, given)]) == 2
+    assert "as it is" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
 def test_what_is_refused(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for verb, more in (("generate", ["x"]), ("eval", ["--text", place / "text.txt"]), ("export", [tmp_path / "out"])):
         for adapter, message in ((place / "none", "is no folder"), (place, "has no adapter_config.json")):

@@ -339,6 +339,10 @@ def export(
         from shoestring.runlog import check_free
 
     check_free(out)
+    if certify and adapter is not None:
+        raise UserError(
+            "--certify compares with MODEL as it is: export with --adapter, then certify an export of the result"
+        )
     if text is not None and not certify:
         raise UserError(f"--text {text} only applies to --certify; give both options or neither")
     words = None if text is None else read_text(text)
