@@ -37,6 +37,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gemma2": {"head_dim": 16, "sliding_window": 6, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
     "gemma3_text": {"num_hidden_layers": 6, "head_dim": 16, "sliding_window": 6},
     "phi3": {"partial_rotary_factor": 0.5}, "olmo2": {}, "smollm3": {"num_hidden_layers": 4},
+    "arcee": {},
     "gpt_neox": {"num_key_value_heads": None}, "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen2_moe": {**MOE, "shared_expert_intermediate_size": 32, "mlp_only_layers": [0]},
     "qwen3_moe": {**MOE, "head_dim": 16, "norm_topk_prob": True},

@@ -285,6 +285,8 @@ _ROWS = (
            _GEMMA_NAMES, GgufNames("gemma3", _GG_GEMMA, windows=True, says_head_dim=True),
            fixed={**_GEMMA, **_QK_NORM},
            windows=Windows("every", missing=4096, every=6, every_key="sliding_window_pattern")),
+    Family("arcee", "ArceeForCausalLM", _keys(act="relu2", norm_eps=1e-5, **_BIASES, **_MLP_BIAS), _LLAMA_NAMES,
+           gated=False),
     Family("gpt_neox", "GPTNeoXForCausalLM", _NEOX_KEYS, _NEOX_NAMES,
            GgufNames("gptneox", _GG_GPT, _GG_QKV, has_output=True), fixed={"norm": "layer", "mlp_bias": True},
            gated=False, written=dict.fromkeys(("attention_dropout", "hidden_dropout"), 0.0)),

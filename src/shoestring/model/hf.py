@@ -45,7 +45,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 _GATES = {
     "silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu_tanh", "gelu_new": "geglu_tanh",
 }  # fmt: skip
-_GELU = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
+_UNGATED = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu2": "relu2"}
 
 # What a value may be without making the arithmetic meaningless in fp32.
 EPS_RANGE: dict[str, float] = {"least": 1e-12, "most": 0.1}
@@ -162,7 +162,7 @@ def _read(config: Fields, family: Family, field: str, key: Key) -> Any:
 
 
 def _activation(config: Fields, family: Family, key: Key) -> str:
-    act, known = config.get(key.name, key.missing), _GATES if family.gated else _GELU
+    act, known = config.get(key.name, key.missing), _GATES if family.gated else _UNGATED
     if not isinstance(act, str) or act not in known:
         raise UserError(
             f"config.json: {key.name}={shown(act)} is not supported for {family.name}; supported: {', '.join(known)}"
@@ -172,7 +172,7 @@ def _activation(config: Fields, family: Family, key: Key) -> str:
 
 def default_act(family: Family) -> Any:
     """The activation of its models, unless config.json has another."""
-    return (_GATES if family.gated else _GELU)[family.keys["act"].missing]
+    return (_GATES if family.gated else _UNGATED)[family.keys["act"].missing]
 
 
 def _no_rope_layers(config: Fields, num_layers: int) -> tuple[int, ...]:
@@ -451,7 +451,7 @@ def _write(spec: ModelSpec) -> dict[str, Any]:
 
 def _written(spec: ModelSpec, family: Family, field: str, key: Key) -> Any:
     if field == "act":  # what a family cannot say is noticed by `_lost`
-        known = _GATES if family.gated else _GELU
+        known = _GATES if family.gated else _UNGATED
         return next((theirs for theirs, ours in known.items() if ours == spec.act), key.missing)
     if field == "no_rope_layers":
         return [int(i not in spec.no_rope_layers) for i in range(spec.num_layers)]

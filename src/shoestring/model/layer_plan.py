@@ -70,7 +70,7 @@ class AttentionPlan:
 @dataclass(frozen=True)
 class MlpPlan:
     d_ff: int
-    act: Literal["swiglu", "geglu", "geglu_tanh", "gelu_tanh", "gelu"]
+    act: Literal["swiglu", "geglu", "geglu_tanh", "gelu_tanh", "gelu", "relu2"]
     bias: bool = False
 
     @property

@@ -104,7 +104,7 @@ class ModelSpec:
     norm_eps: float = 1e-5
     norm_placement: Literal["pre", "post", "both"] = "pre"  # before a sublayer, after it, or both
     parallel_residual: bool = False  # attention and feed-forward layer both read the layer's input (GPT-NeoX)
-    act: Literal["swiglu", "geglu", "geglu_tanh", "gelu_tanh", "gelu"] = "swiglu"
+    act: Literal["swiglu", "geglu", "geglu_tanh", "gelu_tanh", "gelu", "relu2"] = "swiglu"
     positions: Literal["rope", "learned"] = "rope"
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None

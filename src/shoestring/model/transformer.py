@@ -28,6 +28,7 @@ from torch.distributed import ProcessGroup
 from shoestring.errors import UserError
 from shoestring.formats import Dense, Format, FormatEmbedding, FormatHost, FormatLinear
 from shoestring.formats.linear import is_sharded, local
+from shoestring.kernels.activation.gates import ungated
 from shoestring.kernels.activation.glu import glu_pair
 from shoestring.kernels.experts.route import choose_experts
 from shoestring.model import collectives
@@ -173,7 +174,7 @@ class Mlp(nn.Module):
         if self.gated:
             fused = self.gate.format.gated_ffn(x, self.gate, self.up, self.down, self.act)
             return self.down(glu_pair(self.gate(x), self.up(x), self.act)) if fused is None else fused
-        return self.down(F.gelu(self.up(x), approximate="tanh" if self.act == "gelu_tanh" else "none"))
+        return self.down(ungated(self.up(x), self.act))
 
 
 class Router(nn.Module):

@@ -63,8 +63,12 @@ class ModelConfig:
         None, "key/value heads, instead of the size's", least=1, advanced=True, deciding=True
     )
     d_ff: int | None = option(None, "feed-forward width, instead of the size's", least=1, advanced=True, deciding=True)
-    act: Literal["swiglu", "geglu", "geglu_tanh"] | None = option(
-        None, "gate of the feed-forward layers; none: swiglu, and plain GELU for gpt2-*", advanced=True, deciding=True
+    act: Literal["swiglu", "geglu", "geglu_tanh", "relu2"] | None = option(
+        None,
+        "gate of the feed-forward layers, or relu2: squared ReLU without a gate (the model is then an Arcee); none: "
+        "swiglu, and plain GELU for gpt2-*",
+        advanced=True,
+        deciding=True,
     )
     qk_norm: bool = option(
         False, "norm the queries and keys of each head; the model is then a Qwen3", advanced=True, deciding=True
@@ -120,7 +124,11 @@ def new_spec(
     """The shape of the named size, with the given settings instead of its own."""
     d_model, num_layers, num_heads, num_kv_heads, d_ff = SIZES[cfg.size]
     if cfg.act is not None and cfg.size.startswith("gpt2"):
-        raise UserError(f"act={cfg.act} is a gate, and size={cfg.size} has none: choose another size, or leave it out")
+        raise UserError(
+            f"act={cfg.act} is not for size={cfg.size}, whose layers have GELU: choose another size, or leave it out"
+        )
+    if cfg.act == "relu2" and cfg.qk_norm:
+        raise UserError("act=relu2 with qk_norm=true is no architecture that exports: leave one of them out")
     if cfg.qk_norm and cfg.size.startswith("gpt2"):
         raise UserError(
             f"qk_norm=true is for models with rotary positions, not for size={cfg.size}; choose another size"
@@ -154,7 +162,7 @@ def new_spec(
         eos_id=eos_id,
         tied=cfg.tied,
         **(GPT2 if cfg.size.startswith("gpt2") else {"act": cfg.act or "swiglu"}),
-        **(QWEN3 if cfg.qk_norm else {}),
+        **(QWEN3 if cfg.qk_norm else {"model_type": "arcee"} if cfg.act == "relu2" else {}),
     )
 
 

@@ -1,5 +1,5 @@
 """The gates of gated feed-forward layers: their numbers in kernels, and their definitions. Used by glu.py and its
-Triton source.
+Triton source. The activations of layers without a gate: `ungated`.
 
     swiglu       silu(g)
     geglu        gelu(g) = g Phi(g)
@@ -19,3 +19,8 @@ def activated(gate: Tensor, act: str) -> Tensor:
     if act == "swiglu":
         return F.silu(gate)
     return F.gelu(gate, approximate={"geglu": "none", "geglu_tanh": "tanh"}[act])
+
+
+def ungated(up: Tensor, act: str) -> Tensor:
+    """gelu, gelu_tanh, or relu2: the square of max(up, 0)."""
+    return F.relu(up).square() if act == "relu2" else F.gelu(up, approximate="tanh" if act == "gelu_tanh" else "none")

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from shoestring.formats import Dense, FormatEmbedding, IntAsym
 from shoestring.formats.adapter import Adapter
 from shoestring.formats.linear import is_sharded, local
+from shoestring.kernels.activation.gates import ungated
 from shoestring.kernels.activation.glu import glu
 from shoestring.kernels.attention.decode_attention import decode_attention_, decode_attention_usable, mma_usable
 from shoestring.kernels.attention.paged_attention import paged_attention
@@ -519,8 +520,7 @@ class FusedDecoder:
         if lora is not None and act == "swiglu":
             return self._normed_linear(x_TD, delta, norm, linear, lora, swiglu=True)
         if not layer.plan.mlp.gated:
-            up = self._normed_linear(x_TD, delta, norm, linear, lora)
-            return F.gelu(up, approximate="tanh" if act == "gelu_tanh" else "none")
+            return ungated(self._normed_linear(x_TD, delta, norm, linear, lora), act)
         fused = act == "swiglu" and linear.fuses_swiglu
         if norm is not None and delta is None and fused and self._row_fused(x_TD, norm, linear):
             return linear.row(x_TD, norm_K=norm.weight, eps=norm.eps, swiglu=True)
