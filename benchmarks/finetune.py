@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.results import newest, record
+from benchmarks.results import markdown, newest, provenance, record
 from benchmarks.train_dense import llama
 from shoestring.errors import as_command
 from shoestring.formats import convert, pack, parse_format, use_kernels
@@ -164,6 +164,18 @@ def speed(only: str | None, sizes: list[int]) -> None:
             print(f"{case}: FAILED\n{traceback.format_exc()[-1500:]}", flush=True)
         gc.collect()
         torch.cuda.empty_cache()
+
+
+def table() -> str:
+    lines = newest("finetune")
+    rates = {(n["config"]["tokens"], n["case"]): n for n in lines if n["metric"] == "tokens_per_s"}
+    sizes = {(n["config"]["tokens"], n["case"]): n for n in lines if n["metric"] == "peak_memory_gb"}
+    rows = []
+    for (tokens, case), line in sorted(rates.items(), key=lambda item: (item[0][0], item[1]["value"])):
+        ratio = "" if line["ratio"] is None else f"{line['ratio']:.2f}"
+        rows.append([f"{tokens:,}", case, f"{line['value']:,.0f}", ratio, f"{sizes[tokens, case]['value']:.1f}"])
+    header = ["tokens a step", "trainer", "tokens/s", "of peft eager", "peak GB"]
+    return markdown(header, rows) + provenance([*rates.values(), *sizes.values()])
 
 
 # -- the command ---------------------------------------------------------------------------------------------
