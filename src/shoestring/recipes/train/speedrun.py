@@ -40,7 +40,6 @@ class Config(dense.Config):
     optimizer: Literal["adamw", "muon"] = option("muon")
     lr: float = option(3e-3, "AdamW's rate of norms and biases; other groups follow it (train/muon.py)")
     weight_decay: float = option(0.0)
-    schedule: Literal["cosine", "wsd"] = option("wsd")
     warmup: int = option(0)
     cooldown: float = option(0.6)
 

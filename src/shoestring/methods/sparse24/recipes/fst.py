@@ -11,9 +11,9 @@ Needs:   a CPU for size=tiny and small (which computes what the sparse tensor co
 Time:    as train/dense at size=tiny on a CPU; twice that in sparse steps with weight_grad=mvue, plain torch there
 Expect:  flip_rate falls with the learning rate, mu ends between 0.6 and 0.95. GPT-2's small shape, 100M different
          tokens of Python (experiments/sparse24_quality), validation loss: 1.6604, with weight_grad=mvue 1.6720, and
-         train/dense schedule=wsd 1.6411, half the width 1.6752; with weight_grad=mvue schedule=cosine 1.7356, and
-         train/dense 1.6970, half the width 1.7324 (all of seed 0; seeds 1 and 2: 1.6573 and 1.6582, dense 1.6325 and
-         1.6402)
+         train/dense 1.6411, half the width 1.6752; with schedule=cosine and weight_grad=mvue 1.7356, train/dense with
+         schedule=cosine 1.6970, half the width 1.7324 (all of seed 0; seeds 1 and 2: 1.6573 and 1.6582, dense 1.6325
+         and 1.6402)
 Leaves:  a run folder as train/dense does; metrics.jsonl also has flip_rate, kept_magnitude, masked_magnitude and mu,
          which the report plots, mask_change and masked_decay; on a GPU cusparselt-*.json, the algorithms
          of a resumed run. With finish=0 every feed-forward weight is 2:4, with the masks of the last steps,
@@ -57,7 +57,6 @@ class SparseConfig(dense.Config):
         deciding=True,
     )
     flip_every: int = option(10, "steps between measurements of the flip rate", least=1, advanced=True)
-    schedule: Literal["cosine", "wsd"] = option("wsd", "stable, then linear to zero; or cosine to a tenth")
     fp8_layers: str = option(
         "none", "precision=fp8, dense linear layers of: inner, all, none; or a glob", advanced=True, deciding=True
     )
