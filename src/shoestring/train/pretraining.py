@@ -37,7 +37,7 @@ from shoestring.train.step import Micro, Objective, Run
 SIZES: dict[str, tuple[int, int, int, int, int]] = {
     "tiny": (128, 4, 4, 2, 384),
     "small": (256, 6, 4, 2, 768),
-    "base": (768, 12, 12, 12, 2048),
+    "base": (768, 12, 6, 6, 2048),
     "gpt2-124m": (768, 12, 12, 12, 3072),
     "gpt2-774m": (1280, 36, 20, 20, 5120),
     "llama-350m": (1024, 24, 16, 16, 2816),
