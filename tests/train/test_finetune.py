@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from shoestring.runlog import read_metrics
 from shoestring.state.manifest import read_manifest
 from tiny import LLAMA, tiny_llama
 
-SPEC = dataclasses.replace(LLAMA, vocab_size=304)
+SPEC = dataclasses.replace(LLAMA, vocab_size=304, d_ff=64)
 WORDS = ("two", "three", "four", "five", "nine", "brief")
 
 
@@ -181,3 +182,20 @@ def test_an_adapter_is_refused_beside_other_weights(place: Path, tmp_path: Path)
     digest.load_state_dict(digest.state_dict())
     with pytest.raises(UserError, match="not those that this adapter was trained beside"):
         digest.load_state_dict(other.state_dict())
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("kind", "axis"), [("lora:r4", "dp"), ("dora:r4", "tp")])
+def test_two_ranks_equal_one(place: Path, tmp_path: Path, run_ranks: Callable[..., str], kind: str, axis: str) -> None:
+    """FSDP2 and tensor parallel, of packed layers: after two steps the adapter is that of one process."""
+    usual = ["context=64", "batch=4", "held_out=0.3", "lr=1e-2", "steps=2", "warmup=0", "eval_every=2", "save_every=2"]
+    usual += [f"model={place / 'packed'}", f"data={place / 'chats.jsonl'}", f"adapter={kind}"]
+    finetune.main(apply_overrides(finetune.Config, [*usual, f"run={tmp_path / 'one'}"]))
+    case = [*usual, f"mesh.{axis}=2", f"run={tmp_path / 'two'}"]
+    run_ranks(2, Path(__file__).with_name("ranks_finetune.py"), json.dumps([case]), timeout=400)
+    meta = load_model(place / "packed", packed=True).model
+    one, two = (read_adapter(tmp_path / name / "adapter", meta).weights for name in ("one", "two"))
+    for name, weights in two.items():
+        for got, want in zip(weights, one[name], strict=True):
+            if isinstance(got, torch.Tensor):
+                torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5, msg=name)
