@@ -224,8 +224,9 @@ def test_an_option_is_declared_once_and_a_class_says_what_differs() -> None:
     }
     with pytest.raises(UserError, match="give 1 or more"):
         apply_overrides(Both, ["steps=0"])
-    assert deciding(Training) == deciding(Longer) == ["batch", "seed"] and deciding(Both) == ["batch"]
-    assert deciding(Training, unless_said=False) == ["batch"]
+    assert deciding(Training) == {"batch": 16, "seed": 0} and deciding(Longer) == {"batch": 8, "seed": 0}
+    assert deciding(Both) == {"batch": 8}
+    assert deciding(Training, unless_said=False) == {"batch": 16}
 
 
 def test_a_saved_config_is_typed_and_ranged_like_a_command() -> None:

@@ -180,9 +180,9 @@ def test_what_a_resumed_run_may_write_to(tmp_path: Path) -> None:
     check_outputs(again, "out")  # the run that is resumed has written it
     with pytest.raises(UserError, match="other exists already"):
         check_outputs({**again, "out": str(other)}, "out")
-    assert open_run_folder("a/b", again, ["steps"]) == run
+    assert open_run_folder("a/b", again, {"steps": 1}) == run
     with pytest.raises(UserError, match="was started with steps=3"):
-        open_run_folder("a/b", {**again, "steps": 4}, ["steps"])
+        open_run_folder("a/b", {**again, "steps": 4}, {"steps": 1})
 
 
 def test_a_resumed_run_stays_where_it_is(tmp_path: Path) -> None:

@@ -230,10 +230,12 @@ def describe(cls: type, start: Any = _MISSING) -> list[Option]:
     return sorted(rows, key=lambda row: (row.default != REQUIRED, row.advanced, "." in row.key, row.key in _FOLDERS))
 
 
-def deciding(cls: type, *, unless_said: bool = True) -> list[str]:
-    """The settings that a resumed run may not change; `unless_said`: whether those without the flag are among them."""
-    fields = dataclasses.fields(_as_dataclass(cls))
-    return [f.name for f in fields if (unless_said if (said := about_option(cls, f).deciding) is None else said)]
+def deciding(cls: type, *, unless_said: bool = True) -> dict[str, Any]:
+    """The settings that a resumed run may not change, with their defaults; `unless_said`: whether those without the
+    flag are among them."""
+    flags = ((f, about_option(cls, f).deciding) for f in dataclasses.fields(_as_dataclass(cls)))
+    found = {f.name: _default(f) for f, said in flags if (unless_said if said is None else said)}
+    return {name: None if default is _MISSING else to_json(default) for name, default in found.items()}
 
 
 def type_name(hint: Any) -> str:

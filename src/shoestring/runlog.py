@@ -30,7 +30,7 @@ import signal
 import stat
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
@@ -369,18 +369,18 @@ def check_outputs(settings: dict[str, Any], *keys: str) -> None:
             check_free(Path(settings[key]))
 
 
-def open_run_folder(recipe: str, settings: dict[str, Any], deciding: Iterable[str] = ()) -> Path:
+def open_run_folder(recipe: str, settings: dict[str, Any], deciding: Mapping[str, Any] | None = None) -> Path:
     """A folder for the run of these settings, or with `resume` the one it goes on in."""
     check_run_folder(settings, deciding)
     given = settings.get("resume") or settings["run"]
     return new_run_folder(recipe) if given is None else Path(given)
 
 
-def check_run_folder(settings: dict[str, Any], deciding: Iterable[str] = ()) -> None:
+def check_run_folder(settings: dict[str, Any], deciding: Mapping[str, Any] | None = None) -> None:
     """Whether there can be a run of these settings, before anything is read, made or overwritten for it.
 
-    What a stopped run has done fits only the `deciding` settings that it was started with. A setting that it does not
-    name is younger than the run, which did what its default does.
+    What a stopped run has done fits only the `deciding` settings that it was started with. One that it does not name is
+    younger than the run, which did what the default given here does.
     """
     run = settings["run"]
     if settings.get("resume") is None:
@@ -394,10 +394,10 @@ def check_run_folder(settings: dict[str, Any], deciding: Iterable[str] = ()) -> 
         raise UserError(
             f"resume={folder} goes on in that folder and writes nothing to run={run}; leave one of them out"
         )
-    for key in deciding:
-        if key in saved and saved[key] != settings[key]:
+    for key, default in (deciding or {}).items():
+        if (was := saved.get(key, default)) != settings[key]:
             raise UserError(
-                f"resume={folder} was started with {key}={saved.get(key)}, what it has done so far does not fit "
+                f"resume={folder} was started with {key}={was}, what it has done so far does not fit "
                 f"{key}={settings[key]}; leave {key} out or start a new run"
             )
 

@@ -134,10 +134,13 @@ def test_killed_and_resumed_is_bit_for_bit_the_run_that_was_not(tmp_path: Path) 
 def test_another_optimizer_cannot_go_on(tmp_path: Path) -> None:
     settings = {"run": None, "resume": str(tmp_path), "optimizer": "adamw"}
     (tmp_path / "config.json").write_text('{"config": {}}')
-    check_run_folder(settings, ["optimizer"])  # a run from before there was a choice
+    usual = {"optimizer": "adamw"}
+    check_run_folder(settings, usual)  # a run from before there was a choice
+    with pytest.raises(UserError, match="started with optimizer=adamw"):
+        check_run_folder({**settings, "optimizer": "muon"}, usual)
     (tmp_path / "config.json").write_text('{"config": {"optimizer": "muon"}}')
     with pytest.raises(UserError, match="started with optimizer=muon"):
-        check_run_folder(settings, ["optimizer"])
+        check_run_folder(settings, usual)
     run = run_of(None)
     other = adamw(run.model, lr=1e-3)
     with pytest.raises(UserError, match="parameter groups"):

@@ -24,7 +24,7 @@ from shoestring.errors import UserError
 from shoestring.formats.base import Format, Parts
 from shoestring.formats.fp8 import Fp8
 from shoestring.formats.groups import rounding_slack
-from shoestring.kernels.lowbit.fp8_products import E4M3, E5M2, MULTIPLE, fp8_operands, scale_of, scaled_mm, to_fp8
+from shoestring.kernels.lowbit.fp8_products import E4M3, E5M2, MULTIPLE, fp8_operands, scale_of, scaled_mm
 
 GRADIENTS = {"e5m2": E5M2, "e4m3": E4M3}
 STORED = Fp8()
@@ -86,7 +86,8 @@ class Fp8Training(Format):
         if torch.is_grad_enabled():
             return _Products.apply(x, w, bias, GRADIENTS[self.gradient])
         scales = scale_of(x, E4M3), scale_of(w, E4M3)
-        x8, w8 = (to_fp8(t, s, E4M3) for t, s in zip((x.flatten(0, -2), w), scales, strict=True))
+        # By the kernel of the training: a compiled cast is the compiler's own conversion (fp8_products_triton.py).
+        (x8, _), (w8, _) = (fp8_operands(t, s, E4M3) for t, s in zip((x.flatten(0, -2), w), scales, strict=True))
         out = scaled_mm(x8, w8, *scales, x.dtype, fast=True).unflatten(0, x.shape[:-1])
         return out if bias is None else out + bias
 

@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,7 +132,7 @@ def run_once(mesh: Mesh, folder: Path, name: str, action: Callable[[], object]) 
 # -- inputs --------------------------------------------------------------------------------------------------
 
 
-def check_start(settings: dict[str, Any], deciding: Iterable[str]) -> None:
+def check_start(settings: dict[str, Any], deciding: Mapping[str, Any]) -> None:
     """The checks with which most recipes begin; `deciding` are the settings that a resumed run may not change."""
     check_model_given(settings["model"])
     check_run_folder(settings, deciding)
