@@ -1,8 +1,9 @@
 """Mesh: which process this is, and the named axes it shares with others.
 
-Three axes, outermost first: `replica` (whole copies of the sharded state, kept equal by the trainer's
-reducer; never given to fully_shard), `dp` (FSDP2 shards over it; 1 = not applied) and `tp` (tensor parallel).
-A batch is split over replica x dp; tensor-parallel ranks see the same rows. One process touches no process
+Four axes, outermost first: `pp` (stages of a pipeline, each with some of the layers), `replica` (whole copies of the
+sharded state, kept equal by the trainer's reducer; never given to fully_shard), `dp` (FSDP2 shards over it; 1 = not
+applied) and `tp` (tensor parallel). A batch is split over replica x dp; stages and tensor-parallel ranks see the same
+rows. One process touches no process
 group at all, so the same code runs in a notebook. A process that ends or hangs does not hold the others for ever: every
 group has the time-out `timeout_s`, and errors.py says what a lost process means to the user.
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-AXES = ("replica", "dp", "tp")
+AXES = ("pp", "replica", "dp", "tp")
 
 
 @dataclass(frozen=True)
@@ -36,13 +37,21 @@ class MeshConfig:
     )
     tp: int = field(default=1, metadata={"help": "processes that share each matrix (tensor parallel)", "least": 1})
     replica: int = field(default=1, metadata={"help": "whole copies of the sharded state", "least": 1})
+    pp: int = field(default=1, metadata={"help": "stages of a pipeline, each with some of the layers", "least": 1})
+    layers: str | None = field(
+        default=None, metadata={"help": "layers of each stage (9,11,12); none: even by parameters, the head counted"}
+    )
     timeout_s: float = field(
         default=1800.0, metadata={"help": "seconds that a process waits for another one before it gives up"}
     )
 
     @property
     def num_processes(self) -> int:
-        return self.replica * self.dp * self.tp
+        return self.pp * self.replica * self.dp * self.tp
+
+    def __str__(self) -> str:
+        stages = f"pp={self.pp} x " if self.pp > 1 else ""
+        return f"{stages}replica={self.replica} x dp={self.dp} x tp={self.tp}"
 
 
 @dataclass(frozen=True)
@@ -54,6 +63,7 @@ class Mesh:
     dp: int = 1
     tp: int = 1
     device_mesh: DeviceMesh | None = None
+    pp: int = 1
 
     @property
     def is_main(self) -> bool:
@@ -66,7 +76,25 @@ class Mesh:
     @property
     def dp_rank(self) -> int:
         """This process's share of the batch, counted over replica x dp."""
-        return self.rank // self.tp
+        return self.rank // self.tp % self.dp_size
+
+    @property
+    def stage(self) -> int:
+        return self.rank // (self.dp_size * self.tp)
+
+    @property
+    def place(self) -> str:
+        """The names of private entries of a checkpoint have it."""
+        return self._place(self.dp_rank)
+
+    @property
+    def place_in_replica(self) -> str:
+        """The same in all replicas."""
+        return self._place(self.dp_rank % self.dp)
+
+    def _place(self, dp_rank: int) -> str:
+        stage = f"pp{self.stage}-" if self.pp > 1 else ""
+        return f"{stage}dp{dp_rank}-tp{self.tp_rank}"
 
     @property
     def dp_size(self) -> int:
@@ -91,6 +119,14 @@ class Mesh:
             group = self.group(name)
             if group is not None:
                 dist.all_reduce(t, group=group)
+        return t
+
+    def sum_over_stages(self, t: Tensor) -> Tensor:
+        """What each stage has a part of: the square of the gradients' norm, the loss that only the last one knows."""
+        import torch.distributed as dist
+
+        if (group := self.group("pp")) is not None:
+            dist.all_reduce(t, group=group)
         return t
 
     def any(self, flag: bool) -> bool:
@@ -155,8 +191,9 @@ class Mesh:
             dist.destroy_process_group()
 
 
-def open_mesh(cfg: MeshConfig | None = None, device: str = "auto") -> Mesh:
-    """Read torchrun's environment, join the process group and build the named mesh.
+def open_mesh(cfg: MeshConfig | None = None, device: str = "auto", *, stages: bool = False) -> Mesh:
+    """Read torchrun's environment, join the process group and build the named mesh. `stages`: whether the caller cuts
+    its model into stages.
 
     Raises UserError when the axes do not multiply to the number of processes.
     """
@@ -164,19 +201,19 @@ def open_mesh(cfg: MeshConfig | None = None, device: str = "auto") -> Mesh:
 
     cfg = cfg or MeshConfig()
     world_size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-    sizes = (cfg.replica, cfg.dp, cfg.tp)
+    sizes = (cfg.pp, cfg.replica, cfg.dp, cfg.tp)
     if min(sizes) < 1:
-        raise UserError(
-            f"the mesh replica={cfg.replica} x dp={cfg.dp} x tp={cfg.tp} is not possible; give 1 or more for each"
-        )
+        raise UserError(f"the mesh {cfg} is not possible; give 1 or more for each")
+    if cfg.pp > 1 and not stages:
+        raise UserError(f"mesh.pp={cfg.pp} is for pre-training; use mesh.dp, mesh.tp or mesh.replica here")
     if not cfg.timeout_s > 0:
         raise UserError(f"mesh.timeout_s={cfg.timeout_s} is not possible; give more than 0 seconds")
     wanted = cfg.num_processes
     if wanted != world_size:
         raise UserError(
-            f"the mesh replica={cfg.replica} x dp={cfg.dp} x tp={cfg.tp} needs {wanted} processes but {world_size} "
+            f"the mesh {cfg} needs {wanted} processes but {world_size} "
             f"{'is' if world_size == 1 else 'are'} running; start it with `torchrun --nproc-per-node {wanted} "
-            "-m shoestring run ...` or change mesh.dp / mesh.tp / mesh.replica"
+            "-m shoestring run ...` or change mesh.dp / mesh.tp / mesh.replica / mesh.pp"
         )
     place = pick_device(device)
     if place.type == "cuda" and place.index is None:
@@ -192,7 +229,8 @@ def open_mesh(cfg: MeshConfig | None = None, device: str = "auto") -> Mesh:
     if not dist.is_initialized():
         backend = "nccl" if place.type == "cuda" else "gloo"
         dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout)
-    device_mesh = init_device_mesh(place.type, sizes, mesh_dim_names=AXES)
+    skipped = 0 if cfg.pp > 1 else 1
+    device_mesh = init_device_mesh(place.type, sizes[skipped:], mesh_dim_names=AXES[skipped:])
     for group in device_mesh.get_all_groups():  # made with torch's own time-out, not with that of the group above
         dist.distributed_c10d._set_pg_timeout(timeout, group)
-    return Mesh(rank, world_size, place, cfg.replica, cfg.dp, cfg.tp, device_mesh)
+    return Mesh(rank, world_size, place, cfg.replica, cfg.dp, cfg.tp, device_mesh, cfg.pp)

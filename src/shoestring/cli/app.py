@@ -25,6 +25,7 @@ from shoestring import __version__
 from shoestring.cli.ckpt import ckpt_app
 from shoestring.cli.names import check_settings
 from shoestring.cli.options import AdapterOption, DeviceOption, ModelArgument, PlaceOptions, from_fields
+from shoestring.cli.pipeline import pipeline_app
 from shoestring.cli.reshard import reshard_app
 from shoestring.cli.terminal import (
     OutputReaders,
@@ -72,6 +73,7 @@ bench_app = typer.Typer(help="Measure a server under load.", no_args_is_help=Tru
 app.add_typer(bench_app, name="bench")
 app.add_typer(ckpt_app, name="ckpt")
 app.add_typer(reshard_app, name="reshard")
+app.add_typer(pipeline_app, name="pipeline")
 
 
 OverridesArgument = Annotated[list[str] | None, typer.Argument(help="key=value ...")]

@@ -1,8 +1,8 @@
 """Parallelism, recomputation and compilation around a Decoder, applied from outside.
 
-The order is fixed: convert (formats, on meta) -> tensor parallel -> compile -> recompute -> FSDP2 -> materialise ->
-load or init. Tensor parallelism stores each sharded matrix as a DTensor, so that checkpoints and FSDP2 know its place;
-the module multiplies with its plain local shard, and hooks put the collectives around it:
+The order is fixed: convert (formats, on meta) -> stage of a pipeline -> tensor parallel -> compile -> recompute ->
+FSDP2 -> materialise -> load or init. Tensor parallelism stores each sharded matrix as a DTensor, so that checkpoints
+and FSDP2 know its place; the module multiplies with its plain local shard, and hooks put the collectives around it:
 
     column (q k v gate up head)   rows of the weight cut; input copied to all, output stays cut
     row    (o down)               columns cut; partial products summed, bias added once after
@@ -36,7 +36,8 @@ from shoestring.mesh import Mesh
 from shoestring.model import collectives
 from shoestring.model.layer_plan import Support
 from shoestring.model.spec import ModelSpec
-from shoestring.model.transformer import Block, Decoder, MixtureOfExperts, Norm
+from shoestring.model.stages import own_blocks
+from shoestring.model.transformer import Decoder, Embedding, MixtureOfExperts, Norm
 from shoestring.state.boxes import local_box
 
 CompileMode = Literal["off", "blocks", "whole"]
@@ -60,7 +61,7 @@ def parallelize(model: Decoder, mesh: Mesh, cfg: ParallelConfig) -> Decoder:
         tensor_parallel_(model, tp)
     if cfg.compile != "off":
         uncompiled_expert_loops_(model)
-    for block in model.blocks:
+    for block in own_blocks(model):
         if cfg.compile == "blocks":
             compile_(block)
         if cfg.recompute:
@@ -110,8 +111,7 @@ def tensor_parallel_(model: Decoder, tp: DeviceMesh, *, asked: str | None = None
         raise UserError(f"{asked or f'mesh.tp={tp.size()}'} is not possible for a model with {reason}; use 1")
     check_divides(model.spec, tp.size(), asked or f"mesh.tp={tp.size()}")
     group = tp.get_group()
-    for block in model.blocks:
-        assert isinstance(block, Block)
+    for block in own_blocks(model):
         attn, mlp = block.attn, block.mlp
         for linear in (attn.q, attn.k, attn.v):
             column_parallel_(linear, tp)
@@ -126,7 +126,8 @@ def tensor_parallel_(model: Decoder, tp: DeviceMesh, *, asked: str | None = None
                 column_parallel_(linear, tp)
             row_parallel_(mlp.down, tp)
     if model.spec.vocab_size % tp.size() == 0:
-        _shard_host_(model.embed, tp, dim=0)
+        if isinstance(model.embed, Embedding):
+            _shard_host_(model.embed, tp, dim=0)
         model.embed.group = group
         if model.head is not None:
             column_parallel_(model.head, tp)
@@ -261,7 +262,7 @@ def shard_(model: Decoder, dp: DeviceMesh, compute_dtype: torch.dtype) -> None:
     # FSDP2 would also round scales and zero points: models with grids are gathered in fp32, and layers cast on use.
     if compute_dtype != torch.float32 and not keeps_grids(model):
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    for block in model.blocks:
+    for block in own_blocks(model):
         fully_shard(block, mesh=dp, mp_policy=policy)
     fully_shard(model, mesh=dp, mp_policy=policy)
     for module in model.modules():

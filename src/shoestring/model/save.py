@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ from shoestring.model.hf import spec_to_hf
 from shoestring.model.spec import ModelSpec
 from shoestring.model.transformer import Decoder
 from shoestring.paths import expand
+from shoestring.state.agreement import everyone
 from shoestring.state.files import (
     SHARD_BYTES,
     AtomicFolder,
@@ -73,7 +75,7 @@ def save_model(
     that `transformers` computes the same logits.
     """
     spec_to_hf(model.spec)  # raises for a spec that cannot be written, before a gather
-    entries, packed = _plan(model, weights, dtype)
+    entries, packed = _plan(model, weights, dtype, mesh)
 
     def write_rest(folder: Path) -> None:
         about = _write_packing(folder, model, entries, packed) if packed else None
@@ -135,12 +137,14 @@ def _exact_dtype(t: Tensor) -> torch.dtype:
 
 
 def _plan(
-    model: Decoder, weights: dict[str, Tensor] | None, dtype: torch.dtype | None
+    model: Decoder, weights: dict[str, Tensor] | None, dtype: torch.dtype | None, mesh: Mesh | None = None
 ) -> tuple[list[Entry], dict[str, Format]]:
     """What is written, by Hugging Face's names, and the Formats of the packed modules."""
     spec, state = model.spec, model.state_dict() if weights is None else weights
     packed = {name: m.format for name, m in format_hosts(model) if f"{name}.weight" not in state}
     ours = _entries(model, state, dtype, narrow=bool(packed))
+    if mesh is not None and mesh.pp > 1:
+        ours = _of_all_stages(ours, mesh)
     plan = hf_names.merge_plan(spec, ours, packed=bool(packed))
     return [_merge(spec, name, [ours[n] for n in parts], bool(packed)) for name, parts in plan.items()], packed
 
@@ -214,6 +218,24 @@ def _entries(model: Decoder, state: dict[str, Tensor], dtype: torch.dtype | None
     if missing := sorted(n for n in model.state_dict() if ".weight_" not in n and n not in held):
         raise UserError(f"the weights to save lack {missing[0]!r} ({len(missing)} missing); give a whole state dict")
     return entries
+
+
+def _of_all_stages(entries: dict[str, Entry], mesh: Mesh) -> dict[str, Entry]:
+    """The tensors of every stage of a pipeline, in one order on all processes; the stage that has one sends it."""
+    group = mesh.group("pp")
+    assert group is not None
+    owners: dict[str, tuple[int, TensorInfo]] = {}
+    for stage, name, info in everyone(mesh, [(mesh.stage, name, e.info) for name, e in entries.items()]):
+        owners.setdefault(name, (stage, info))
+
+    def get(name: str, stage: int, info: TensorInfo) -> Tensor:
+        mine = stage == mesh.stage
+        t = entries[name].get() if mine else torch.empty(info.shape, dtype=info.dtype)
+        t = t.to(mesh.device).contiguous()
+        torch.distributed.broadcast(t, group=group, group_src=stage)
+        return t.cpu()
+
+    return {name: Entry(info, partial(get, name, stage, info)) for name, (stage, info) in owners.items()}
 
 
 def gather(t: Tensor, dtype: torch.dtype) -> Callable[[], Tensor]:

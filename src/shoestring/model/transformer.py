@@ -109,6 +109,7 @@ class Embedding(FormatEmbedding):
     """An embedding; under tensor parallelism each rank of `group` holds an equal range of the vocabulary."""
 
     group: ProcessGroup | None = None
+    copied = False  # a tied embedding on the last stage of a pipeline: its gradient counts on the first one
 
     def reset_parameters(self) -> None:
         # On meta, drawing numbers would import torch's compiler, which takes seconds.
@@ -294,6 +295,16 @@ def _feed_forward(plan: LayerPlan) -> Mlp | MixtureOfExperts:
     return MixtureOfExperts(plan.experts, plan.mlp, plan.d_model)
 
 
+class Elsewhere(nn.Module):
+    """In the place of a module that another stage of a pipeline holds (stages.py): the identity."""
+
+    rope_index = None
+    group: ProcessGroup | None = None  # in the place of an embedding: the ranks that share the vocabulary
+
+    def forward(self, x: Tensor, *rest: Any) -> Tensor:
+        return x
+
+
 class Decoder(BlocksModel):
     def __init__(self, spec: ModelSpec, plan: DecoderPlan | None = None) -> None:
         """`plan`: replaces plan_decoder(spec)."""
@@ -341,10 +352,11 @@ class Decoder(BlocksModel):
         skip: tuple[BlockSkip, ...] | None = None,
         watch: Watch | None = None,
         context: int | None = None,
+        carried: Tensor | None = None,
     ) -> Tensor:
         if positions_BT is None:
             positions_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)[None]
-        x = self.embed_rows(tokens_BT, positions_BT)
+        x = self.embed_rows(tokens_BT, positions_BT) if carried is None else carried
         if context is None and attend is None:
             context = tokens_BT.shape[1]
         tables = self.rope_tables(positions_BT, context)
@@ -372,16 +384,20 @@ class Decoder(BlocksModel):
         skip: SkipSet | None = None,
         watch: Watch | None = None,
         context: int | None = None,
+        carried: Tensor | None = None,
     ) -> Tensor:
         """Logits [B, T, V] in compute dtype; of the flat rows `rows` only, as [len(rows), V], where given.
 
         `readout(hidden_BTD, head)` replaces the logits by its own result (a chunked loss, say). It runs inside this
         forward because a sharded head is whole only here. `skip`: sublayers that are not computed. `watch` gets the
         residual stream before and after every sublayer. `context`: the length of the texts, where `attend` sees them
-        otherwise than as rows of `tokens_BT` (None then: `self.context`).
+        otherwise than as rows of `tokens_BT` (None then: `self.context`). `carried`: what the stage before has left;
+        a stage that is not the last returns what it leaves.
         """
         skips = None if skip is None else skip.blocks(self.spec.num_layers, tokens_BT.device)
-        x = self.hidden(tokens_BT, positions_BT, attend, skips, watch, context)
+        x = self.hidden(tokens_BT, positions_BT, attend, skips, watch, context, carried)
+        if isinstance(self.norm, Elsewhere):
+            return x
         if rows is not None:
             x = x.flatten(0, 1)[rows]
         if readout is not None:

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from shoestring.errors import UserError
 from shoestring.mesh import Mesh
-from shoestring.state.agreement import agree, is_alone
+from shoestring.state.agreement import agree, everyone, is_alone
 from shoestring.state.boxes import local_box
 from shoestring.state.checkpoint_files import MANIFEST, NEW, hidden
 from shoestring.state.levels.drain import HOSTS
@@ -94,11 +94,15 @@ def fill_state(
     """`state` becomes what `saved` describes; `fill` brings the tensors that it names, all ranks together. Returns the
     private names that were not saved."""
     where = coordinate(mesh)
+    elsewhere = []
+    if mesh is not None and mesh.pp > 1:
+        tensors, values = agree(mesh, lambda: flatten(state, where))
+        elsewhere = everyone(mesh, [*tensors, *values])
 
     def prepare() -> tuple[Manifest, dict[str, Tensor]]:
         tensors, values = flatten(state, where)
         fitting = regrouped(saved, state, where)
-        check_fits(what, fitting, tensors, values)
+        check_fits(what, fitting, tensors, values, elsewhere)
         return fitting, tensors
 
     fitting, tensors = agree(mesh, prepare)

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoestring.errors import UserError
+from shoestring.mesh import Mesh
+from shoestring.state.agreement import everyone
 
 # Wrappers put these into names; a checkpoint must not depend on whether a block was wrapped.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -46,15 +48,26 @@ def _name(names: dict[Tensor, str], parameter: Tensor) -> str:
     return names[parameter]
 
 
-def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+def optimizer_state(model: nn.Module, optimizer: Optimizer, mesh: Mesh | None = None) -> dict[str, Any]:
+    """Over several stages of a pipeline the groups are those of the whole model; every process calls it."""
     names = parameter_names(model)
-    return {
-        "state": {_name(names, p): dict(s) for p, s in optimizer.state.items() if s},
-        "param_groups": [
-            {k: [_name(names, p) for p in v] if k == "params" else v for k, v in group.items()}
-            for group in optimizer.param_groups
-        ],
-    }
+    groups = [
+        {k: [_name(names, p) for p in v] if k == "params" else v for k, v in group.items()}
+        for group in optimizer.param_groups
+    ]
+    if mesh is not None and mesh.pp > 1:
+        groups = _joined(everyone(mesh, groups))
+    return {"state": {_name(names, p): dict(s) for p, s in optimizer.state.items() if s}, "param_groups": groups}
+
+
+def _joined(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Groups of the same settings as one, each name once."""
+    joined: dict[str, dict[str, Any]] = {}
+    for group in groups:
+        settings = {k: v for k, v in group.items() if k != "params"}
+        whole = joined.setdefault(repr(sorted(settings.items())), {**settings, "params": []})
+        whole["params"] += [n for n in group["params"] if n not in whole["params"]]
+    return list(joined.values())
 
 
 def init_state(optimizer: Optimizer) -> None:
@@ -87,15 +100,16 @@ def forget_absent(model: nn.Module, optimizer: Optimizer, saved: set[str]) -> No
 def load_optimizer_state(model: nn.Module, optimizer: Optimizer, loaded: dict[str, Any]) -> None:
     """Take over what is not a tensor (learning rate, betas, counters); the groups must be the same."""
     names = parameter_names(model)
-    groups = loaded["param_groups"]
-    here = [[_name(names, p) for p in g["params"]] for g in optimizer.param_groups]
-    there = [g["params"] for g in groups]
-    if here != there:
-        raise UserError(
-            f"the checkpoint has parameter groups of {[len(g) for g in there]} parameters, the optimizer of "
-            f"{[len(g) for g in here]}, or in another order; build the optimizer as in the saved run"
-        )
-    for group, saved in zip(optimizer.param_groups, groups, strict=True):
+    # A stage of a pipeline has a part of each group, and of some groups none.
+    mine, here = set(names.values()), [{_name(names, p) for p in g["params"]} for g in optimizer.param_groups]
+    there = [(g, mine & set(g["params"])) for g in loaded["param_groups"]]
+    for group, held in zip(optimizer.param_groups, here, strict=True):
+        saved = next((g for g, params in there if params == held), None)
+        if saved is None:
+            raise UserError(
+                f"the checkpoint has parameter groups of {[len(params) for _, params in there]} parameters, the "
+                f"optimizer of {[len(params) for params in here]}, or others; build the optimizer as in the saved run"
+            )
         group.update({k: v for k, v in saved.items() if k not in _OF_THIS_DEVICE})
     parameters = {name: p for p, name in names.items()}
     for name, state in loaded["state"].items():

@@ -35,7 +35,7 @@ _PRIVATE_NAME = re.compile(r"(^|\.)private@")
 
 def coordinate(mesh: Mesh | None) -> str:
     """The rank's place in the mesh, as it appears in names of private entries."""
-    return "dp0-tp0" if mesh is None else f"dp{mesh.dp_rank}-tp{mesh.tp_rank}"
+    return "dp0-tp0" if mesh is None else mesh.place
 
 
 def flatten(state: dict[str, Any], where: str = "dp0-tp0") -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -156,10 +156,13 @@ def _is_split(node: Any) -> bool:
     return isinstance(node, (list, tuple)) and any(_is_split(v) for v in node)
 
 
-def check_fits(what: str, saved: Manifest, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+def check_fits(
+    what: str, saved: Manifest, tensors: dict[str, Tensor], values: dict[str, Any], elsewhere: Collection[str] = ()
+) -> None:
+    """`elsewhere`: names that other stages of a pipeline have."""
     mine, theirs = {*tensors, *values}, {*saved.tensors, *saved.values}
     missing = sorted(n for n in mine - theirs if not _PRIVATE_NAME.search(n))
-    unexpected = sorted(n for n in theirs - mine if not _PRIVATE_NAME.search(n))
+    unexpected = sorted(n for n in theirs - mine - set(elsewhere) if not _PRIVATE_NAME.search(n))
     wrong = [
         f"{n} (a tensor on one side only)" for n in sorted(mine & theirs) if (n in tensors) != (n in saved.tensors)
     ]
@@ -235,7 +238,7 @@ def run_state(run: RunLike, parts: dict[str, Any]) -> dict[str, Any]:
     return {
         "step": run.step,
         "model": model_state(run),
-        "optimizer": optimizer_state(run.model, run.optimizer),
+        "optimizer": optimizer_state(run.model, run.optimizer, run.mesh),
         "rng": {PRIVATE: rng_state()},
         "parts": {name: part.state_dict() for name, part in parts.items()},
     }

@@ -11,7 +11,7 @@ is named. When all are bad, the loss was bad.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +21,27 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shoestring.formats.linear import local
+from shoestring.mesh import Mesh
+from shoestring.state.agreement import everyone
 from shoestring.train.rollback import BadStepError
 
 Look = Callable[[Tensor, list[nn.Parameter], Tensor], None]
 
 
 @torch.no_grad()
-def clip_gradients(params: Iterable[nn.Parameter], max_norm: float, see: Look | None = None) -> Tensor:
+def clip_gradients(
+    params: Iterable[nn.Parameter],
+    max_norm: float,
+    see: Look | None = None,
+    *,
+    mesh: Mesh | None = None,
+    copies: Container[int] = (),
+) -> Tensor:
     """Scale gradients so that their global norm is at most max_norm (0 = measure only); returns the norm.
 
-    The norm of a sharded tensor is summed over exactly the mesh axes that cut it. Nothing waits for the GPU.
-    `see` gets the norm, the parameters, and the norm of this rank's part of each gradient.
+    The norm of a sharded tensor is summed over exactly the mesh axes that cut it, and over the stages of `mesh`; the
+    `copies` (ids) of another stage's parameters are scaled, not counted. Nothing waits for the GPU. `see` gets the
+    norm, the parameters, and the norm of this rank's part of each gradient.
     """
     by_axes: dict[tuple[Any, tuple[int, ...]], list[Tensor]] = {}
     owners: dict[tuple[Any, tuple[int, ...]], list[nn.Parameter]] = {}
@@ -41,17 +51,18 @@ def clip_gradients(params: Iterable[nn.Parameter], max_norm: float, see: Look | 
             by_axes.setdefault(cut, []).append(local(param.grad))
             owners.setdefault(cut, []).append(param)
     if not by_axes:
-        return torch.zeros(())
+        return torch.zeros(())  # of every stage at once: each has blocks
     square = None
     norms = []
-    for (mesh, axes), grads in by_axes.items():
+    for cut, grads in by_axes.items():
         norms.append(torch.stack(torch._foreach_norm(grads, 2.0, dtype=torch.float32)))
-        part = norms[-1].square().sum()
-        for axis in axes:
-            dist.all_reduce(part, group=mesh.get_group(axis))
+        counted = [i for i, p in enumerate(owners[cut]) if id(p) not in copies]
+        part = (norms[-1] if len(counted) == len(grads) else norms[-1][counted]).square().sum()
+        for axis in cut[1]:
+            dist.all_reduce(part, group=cut[0].get_group(axis))
         square = part if square is None else square + part
     assert square is not None
-    norm = square.sqrt()
+    norm = (square if mesh is None else mesh.sum_over_stages(square)).sqrt()
     if see is not None:
         see(norm, [p for group in owners.values() for p in group], torch.cat(norms))
     if max_norm > 0:
@@ -69,9 +80,9 @@ def cut_axes(t: Tensor) -> tuple[Any, tuple[int, ...]]:
 
 
 class GradientWatch:
-    def __init__(self, model: nn.Module, *, world_size: int = 1) -> None:
+    def __init__(self, model: nn.Module, mesh: Mesh | None = None) -> None:
         self.names = {id(p): n for n, p in model.named_parameters()}
-        self.world_size = world_size
+        self.mesh = mesh
         self._params: list[nn.Parameter] = []
         self._step: Tensor | None = None  # the first bad step, -1 while there is none
         self._bad: Tensor | None = None  # which gradients were bad then
@@ -95,13 +106,15 @@ class GradientWatch:
         if self._step is None or float(self._step) < 0:
             return
         assert self._bad is not None
-        bad = self._bad.float()
-        if self.world_size > 1:
-            dist.all_reduce(bad, op=dist.ReduceOp.MAX)
-        found = [self.names[id(p)] for p, b in zip(self._params, bad.tolist(), strict=True) if b]
         order = list(self.names.values())
-        found.sort(key=order.index)
-        if len(found) in (0, len(self._params)):
+        found = [self.names[id(p)] for p, b in zip(self._params, self._bad.tolist(), strict=True) if b]
+        watched = {self.names[id(p)] for p in self._params}
+        if self.mesh is not None and self.mesh.world_size > 1:
+            # Stages have other parameters, and ranks are ordered by stages.
+            order = list(dict.fromkeys(everyone(self.mesh, order)))
+            found, watched = everyone(self.mesh, found), set(everyone(self.mesh, sorted(watched)))
+        found = sorted(set(found), key=order.index)
+        if len(found) in (0, len(watched)):
             whose = "the loss and with it every gradient"
         else:
             others = f" (and {len(found) - 1} before it)" if len(found) > 1 else ""

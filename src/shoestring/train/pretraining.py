@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shoestring.config import option
 from shoestring.errors import UserError
@@ -26,6 +26,7 @@ from shoestring.model import Decoder, ModelSpec, Tokenizer, load_into
 from shoestring.model.folder import read_spec
 from shoestring.model.hf import spec_to_hf
 from shoestring.model.parallel import InitialWeights, ParallelConfig, init_weights, materialize, parallelize
+from shoestring.model.stages import Stages, cut_stages_
 from shoestring.report import Section, Text, eval_table, run_sections, write_report
 from shoestring.runlog import RunLog
 from shoestring.train.data import TokenData
@@ -48,6 +49,8 @@ GPT2 |= {"qkv_bias": True, "out_bias": True, "mlp_bias": True}
 QWEN3: dict[str, Any] = {"model_type": "qwen3", "qk_norm": True, "norm_eps": 1e-6}
 OF_NEW_MODELS = ("act", "qk_norm", "tied", "init")
 VALIDATION_STEPS = 4
+
+Losses = Callable[[nn.Module, Objective, list[Micro]], Tensor]
 
 
 @dataclass(frozen=True)
@@ -175,11 +178,14 @@ def build_model(
     init_from: str | Path | None = None,
     seed: int = 0,
     init: InitialWeights = "gpt2",
+    stages: Stages | None = None,
 ) -> Decoder:
     with torch.device("meta"):
         model = Decoder(spec)
         if rules:
             convert(model, rules)
+    if stages is not None:
+        cut_stages_(model, stages, stages.held_by(mesh.stage, mesh.pp))
     parallelize(model, mesh, parallel)
     materialize(model, mesh.device)
     if init_from is None:
@@ -204,23 +210,29 @@ def validation_data(corpus: Corpus, mesh: Mesh, *, context: int, batch: int, mic
     return TokenData(corpus.val, context=context, batch=num_rows, micro=micro, **share)
 
 
-def validation_loss(data: TokenData) -> Callable[[Run], dict[str, float]]:
-    """For `train(evaluate=...)`: the mean loss over the first VALIDATION_STEPS batches of `data`."""
+def summed_losses(model: nn.Module, objective: Objective, micros: list[Micro]) -> Tensor:
+    return torch.stack([objective(model, m) for m in micros]).sum()
+
+
+def validation_loss(data: TokenData, losses: Losses = summed_losses) -> Callable[[Run], dict[str, float]]:
+    """For `train(evaluate=...)`: the mean loss over the first VALIDATION_STEPS batches of `data`. `losses`: of all
+    micro-batches (a pipeline has its own way)."""
 
     def evaluate(run: Run) -> dict[str, float]:
         micros = (micro for step in range(VALIDATION_STEPS) for micro in data.step(step))
-        return {"val_loss": mean_loss(run.model, micros, CrossEntropy(), run.mesh)}
+        return {"val_loss": mean_loss(run.model, micros, CrossEntropy(), run.mesh, losses)}
 
     return evaluate
 
 
 @torch.no_grad()
-def mean_loss(model: nn.Module, micros: Iterable[Micro], objective: Objective, mesh: Mesh) -> float:
+def mean_loss(
+    model: nn.Module, micros: Iterable[Micro], objective: Objective, mesh: Mesh, losses: Losses = summed_losses
+) -> float:
     """The objective over the micro-batches of all ranks, by its count. Leaves the model in eval mode."""
     model.eval()
-    loss, count = torch.zeros((), device=mesh.device), 0.0
-    for micro in micros:
-        loss, count = loss + objective(model, micro.to(mesh.device)), count + objective.count(micro)
+    here = [micro.to(mesh.device) for micro in micros]
+    loss, count = losses(model, objective, here), float(sum(objective.count(m) for m in here))
     return float(mesh.sum(loss) / mesh.sum(torch.tensor(count, device=mesh.device)))
 
 

@@ -33,6 +33,7 @@ from shoestring.formats.rounding import cast_weight
 from shoestring.host.page_locked import HostBuffers
 from shoestring.json_files import Fields
 from shoestring.mesh import Mesh
+from shoestring.state.agreement import everyone
 from shoestring.state.boxes import Box
 from shoestring.state.files import DTYPES
 from shoestring.state.optimizer import parameter_names
@@ -76,10 +77,15 @@ class Publish(PublishNothing):
         self.every, self.last, self.mesh = every, last, mesh
         self._tensors = {name: p for p, name in parameter_names(model).items()}
         self._layers = {f"{name}.weight": layer for name, layer in format_hosts(model)}
-        everyone = MeshLayout((mesh.world_size,), (REPLICATE,))
-        catalogue = Catalogue(
-            "run", {n: (tuple(t.shape), t.dtype, layout_of(t, n) or everyone) for n, t in self._tensors.items()}
+        per_stage = mesh.world_size // mesh.pp
+        alike = MeshLayout(
+            (per_stage,), (REPLICATE,), tuple(range(mesh.stage * per_stage, (mesh.stage + 1) * per_stage))
         )
+        mine = [(n, (tuple(t.shape), t.dtype, layout_of(t, n) or alike)) for n, t in self._tensors.items()]
+        tensors: dict[str, tuple[tuple[int, ...], torch.dtype, MeshLayout]] = {}
+        for name, found in everyone(mesh, mine) if mesh.pp > 1 else mine:
+            tensors.setdefault(name, found)  # a tied embedding: the first stage answers for it
+        catalogue = Catalogue("run", tensors)
         self._boxes = {
             n: [box for box, ranks in layout.tiles(shape) if mesh.rank in ranks]
             for n, (shape, _, layout) in catalogue.tensors.items()

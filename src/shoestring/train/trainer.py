@@ -23,6 +23,7 @@ from torch import Tensor
 
 from shoestring.errors import Interrupted, UserError
 from shoestring.mesh import Mesh
+from shoestring.model.stages import copies
 from shoestring.runlog import read_config
 from shoestring.train.gradients import GradientWatch, clip_gradients
 from shoestring.train.optim import Schedule, set_lr
@@ -135,7 +136,8 @@ def _train(
     skipped.begin(run.step)
     newest = checkpointer.newest if checkpointer is not None else lambda: None
     meter, vote = _Meter(run), _StopVote(run.mesh)
-    watch = GradientWatch(run.model, world_size=run.mesh.world_size)
+    watch = GradientWatch(run.model, run.mesh)
+    copied = copies(run.model)
     run.model.train()
     reducer.begin(run)
     forward_backward.begin(run)
@@ -149,7 +151,11 @@ def _train(
             reducer.observe(loss / count)
             reducer(run.model)
             norm = clip_gradients(
-                run.model.parameters(), 0.0 if reducer.clips else clip, partial(watch.see, run.step + 1)
+                run.model.parameters(),
+                0.0 if reducer.clips else clip,
+                partial(watch.see, run.step + 1),
+                mesh=run.mesh,
+                copies=copied,
             )
             if norm.device.type == "cpu":
                 watch.check(newest)

@@ -8,6 +8,7 @@ Run:     shoestring run train/dense data=python steps=2000
          shoestring run train/dense publish=127.0.0.1:29600 publish_every=50    for `shoestring serve MODEL --follow`
          torchrun --nproc-per-node 4 -m shoestring run train/dense mesh.dp=2 mesh.tp=2
          torchrun --nproc-per-node 4 -m shoestring run train/dense mesh.replica=4 reducer=int8     over slow links
+         torchrun --nproc-per-node 4 -m shoestring run train/dense mesh.pp=4 micro=1     stages of a pipeline
 Needs:   a CPU for size=tiny and small; a GPU for the others
 Time:    2,048 tokens a step: 0.7 s of processor time on a slow CPU core for size=tiny, 1.2 s with d_model=192
 Expect:  with d_model=192, vocab_size=2048, context=128, lr=2e-3 on 8 MB of Python: a validation loss of 4.1 after
@@ -44,6 +45,7 @@ from shoestring.train.cuda_graph import GraphedForwardBackward, check_graph
 from shoestring.train.data import TokenData, check_pass, rows_per_pass
 from shoestring.train.objectives import CrossEntropy
 from shoestring.train.optim import new_schedule
+from shoestring.train.pipeline import StagePipeline, check_pipeline, stages_of
 from shoestring.train.publish import check_publish, open_publish
 from shoestring.train.reducers.build import (
     ReducerConfig,
@@ -89,6 +91,11 @@ class Config(
         0.2, "schedule=wsd: share of the steps in which the rate falls to zero", least=0, advanced=True, deciding=False
     )
     seed: int = option(0, "random seed of the weights and the order of the data")
+    pipeline: Literal["auto", "gpipe", "1f1b", "eager1f1b", "interleaved", "zero-bubble"] = option(
+        "auto",
+        "with mesh.pp: order of the micro-batches; auto measures the link and takes 1f1b or eager1f1b",
+        advanced=True,
+    )
     graph: bool = option(
         False, "a step's passes as one CUDA graph: small models whose GPU waits for Python; one GPU", advanced=True
     )
@@ -141,7 +148,10 @@ def pretrain(
     check_optimizer(cfg.optimizer, cfg)
     schedule = new_schedule(cfg.schedule, cfg.lr, warmup=cfg.warmup, steps=cfg.steps, cooldown=cfg.cooldown)
     check_publish(cfg.publish, cfg.publish_insecure)
-    mesh = open_mesh(cfg.mesh, cfg.device)
+    rows_here = cfg.batch // (cfg.mesh.replica * cfg.mesh.dp)
+    whole = "graph=true" if cfg.graph else "compile=whole" if cfg.compile == "whole" else None
+    check_pipeline(cfg.mesh, cfg.pipeline, whole_graph=whole, rows=rows_here, micro=cfg.micro or rows_here)
+    mesh = open_mesh(cfg.mesh, cfg.device, stages=True)
     if cfg.graph:
         check_graph(mesh)
     expected = pretraining.expected_spec(cfg, vocab_size=cfg.vocab_size, context=cfg.context)
@@ -152,11 +162,14 @@ def pretrain(
     parallel = ParallelConfig(cfg.recompute, cfg.compile, pick_dtype(cfg.dtype, mesh.device))
     in_pass = rows_per_pass(cfg.batch, cfg.micro, mesh.dp_size)
     check_pass(in_pass, cfg.context, spec.num_layers * spec.d_model, mesh.device, parallel.compute_dtype)
-    begin: dict[str, Any] = {"init_from": cfg.init_from, "seed": cfg.seed, "init": cfg.init}
+    stages = stages_of(spec, cfg.mesh, cfg.pipeline)
+    begin: dict[str, Any] = {"init_from": cfg.init_from, "seed": cfg.seed, "init": cfg.init, "stages": stages}
     model = pretraining.build_model(spec, mesh, parallel, rules=rules, **begin)
+    pipeline = None if stages is None else StagePipeline(model, mesh, stages, cfg.pipeline)
     rows: dict[str, Any] = {"context": cfg.context, "batch": cfg.batch, "micro": cfg.micro}
     data = TokenData(corpus.train, **rows, seed=cfg.seed, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size)
     held_out = pretraining.validation_data(corpus, mesh, **rows)
+    losses = pretraining.summed_losses if pipeline is None else pipeline.losses
 
     publish = open_publish(model, mesh, cfg.publish, cfg.publish_every, cfg.steps)
 
@@ -189,9 +202,9 @@ def pretrain(
                 clip=cfg.clip,
                 checkpointer=checkpointer,
                 log_every=cfg.log_every,
-                evaluate=pretraining.validation_loss(held_out) if held_out else None,
+                evaluate=pretraining.validation_loss(held_out, losses) if held_out else None,
                 eval_every=cfg.eval_every,
-                forward_backward=GraphedForwardBackward() if cfg.graph else None,
+                forward_backward=pipeline or (GraphedForwardBackward() if cfg.graph else None),
                 rollback=cfg.rollback,
             )
         except KeyboardInterrupt:  # before the trainer handles it, or for the second time

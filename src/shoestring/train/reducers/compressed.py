@@ -28,6 +28,7 @@ from shoestring import plugins
 from shoestring.errors import UserError
 from shoestring.formats.linear import local
 from shoestring.mesh import Mesh
+from shoestring.model.stages import copies
 from shoestring.state.optimizer import parameter_names
 from shoestring.state.run_state import Relaid
 from shoestring.train.gradients import clip_gradients
@@ -120,7 +121,7 @@ class CompressedReducer(Reducer, Relaid):
             params = {n: p for n, p in self.params.items() if p.grad is not None}
             self._check(params, self._compares())
             if self.clip > 0:
-                clip_gradients(params.values(), self.clip)
+                clip_gradients(params.values(), self.clip, mesh=self.mesh, copies=copies(model))
             self._exchange({name: local(p.grad) for name, p in params.items() if p.grad is not None})
         self.steps += 1
         self._meter.add(self.link.sent_bytes - before, time.perf_counter() - began)
@@ -262,7 +263,7 @@ class CompressedReducer(Reducer, Relaid):
 
     def _state(self, by_replica: Mapping[int, Mapping[str, Tensor]], norms: Mapping[int, Tensor]) -> dict[str, Any]:
         """Empty parts are left out: a run that is resumed with another method need not have them."""
-        place = f"private@dp{self.mesh.dp_rank % self.mesh.dp}-tp{self.mesh.tp_rank}"  # the same on all replicas
+        place = f"private@{self.mesh.place_in_replica}"
         memory = {n: dict(m) for n, m in self.compression.memories.items() if m}
         residual = {_replica_key(i): dict(tensors) for i, tensors in by_replica.items() if tensors}
         selector = self.compression.decisions()
