@@ -52,7 +52,8 @@ class CheckpointCache:
         self._saver = Checkpointer(self.folder / "checkpoints", settings, last=last)
         self._parts = dict(parts or {})
         log = RunLog(None, main=mesh.is_main, quiet=quiet)
-        self._run: Any = SimpleNamespace(step=0, model=model, optimizer=optimizer, mesh=mesh, log=log)
+        state: dict[str, Any] = {"model": model, "optimizer": optimizer, "mesh": mesh, "log": log}
+        self._run: Any = SimpleNamespace(step=0, trained_only=False, **state)
 
     def load(self) -> int:
         """Fill model, optimizer and parts from the nearest copy that survived; the steps it had done, 0 for none."""
