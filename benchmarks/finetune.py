@@ -1,6 +1,7 @@
 """Fine-tuning beside peft: speed and memory of QLoRA.
 
     python -m benchmarks.finetune speed --peers FOLDER         4 minutes on an H200: an 8B Llama shape, LoRA r16 on nf4
+    python -m benchmarks.finetune served                       seconds on a CPU: the model in training and its files
 `FOLDER` holds peft, accelerate and (for speed) bitsandbytes, unpacked. Speed: random weights, rows of 1,024 tokens,
 every block recomputed in the backward pass, AdamW on the branches; the median of steps after the warm-up, peers and
 ours in one process, one after the other. Peers are transformers with sdpa, bitsandbytes' nf4 layers and peft's LoRA
@@ -10,13 +11,16 @@ under autocast, eager, and with each layer compiled. Ours is compiled block by b
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
 import importlib
 import statistics
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,9 +30,10 @@ from benchmarks.results import markdown, newest, provenance, record
 from benchmarks.train_dense import llama
 from shoestring.errors import as_command
 from shoestring.formats import convert, pack, parse_format, use_kernels
-from shoestring.formats.adapter import AdapterConfig, add_adapters
+from shoestring.formats.adapter import AdapterConfig, adapted_layers, adapter_weights, add_adapters, attach_adapters
 from shoestring.mesh import Mesh
-from shoestring.model import Decoder
+from shoestring.model import Decoder, load_model, save_model
+from shoestring.model.adapter_folder import read_adapter, write_adapter
 from shoestring.model.parallel import CompileMode, ParallelConfig, parallelize
 from shoestring.train.objectives import CrossEntropy
 from shoestring.train.optim import adamw
@@ -166,6 +171,36 @@ def speed(only: str | None, sizes: list[int]) -> None:
         torch.cuda.empty_cache()
 
 
+# -- what is served is what was trained ------------------------------------------------------------------------
+
+
+def served() -> None:
+    """The largest difference of logits between a model in training and its files, loaded again; on a CPU."""
+    small = dataclasses.replace(SPEC, d_model=128, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32, d_ff=256)
+    small = dataclasses.replace(small, vocab_size=512)
+    tokens = torch.arange(64)[None]
+    for format in ("dense", "int4:g64", "nf4:g64", "nf3:g64"):
+        for adapter in ("lora:r16", "dora:r16"):
+            torch.manual_seed(0)
+            model = Decoder(small)
+            if format != "dense":
+                convert(model, [("*", parse_format(format))])
+                pack(model)
+            with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+                save_model(Path(folder) / "base", model)
+                add_adapters(model, AdapterConfig.parse(adapter) or AdapterConfig())
+                for layer in adapted_layers(model).values():
+                    layer.B.normal_(0, 0.05)
+                write_adapter(Path(folder) / "adapter", model, adapter_weights(model))
+                again = load_model(Path(folder) / "base", packed=True).model
+                attach_adapters(again, read_adapter(Path(folder) / "adapter", again).weights)
+                worst = float((model.eval()(tokens) - again(tokens)).abs().max())
+            config = {"format": format, "adapter": adapter}
+            same: dict[str, Any] = {"bench": "finetune", "case": "shoestring", "config": config}
+            record(metric="served_difference", unit="logits", samples=[worst], **same)
+            print(f"{format:9} {adapter}  {worst:g}")
+
+
 def table() -> str:
     lines = newest("finetune")
     rates = {(n["config"]["tokens"], n["case"]): n for n in lines if n["metric"] == "tokens_per_s"}
@@ -183,14 +218,17 @@ def table() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("what", choices=("speed",))
+    parser.add_argument("what", choices=("speed", "served"))
     parser.add_argument("--peers", help="a folder with peft, accelerate and bitsandbytes")
     parser.add_argument("--only", help="one case; ratios are to the recorded peft eager")
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)), help="tokens a step, with commas")
     args = parser.parse_args()
     if args.peers:
         sys.path.append(args.peers)
-    speed(args.only, [int(t) for t in args.tokens.split(",")])
+    if args.what == "served":
+        served()
+    else:
+        speed(args.only, [int(t) for t in args.tokens.split(",")])
 
 
 if __name__ == "__main__":
