@@ -207,5 +207,9 @@ def test_refused_targets() -> None:
     for targets, says in ((("*.query",), "matches no linear layer"), (("embed",), "is an embedding")):
         with pytest.raises(UserError, match=says):
             add_adapters(tiny_llama(SPEC), AdapterConfig(4, targets=targets))
+    with pytest.raises(UserError, match="target names no layer"):
+        AdapterConfig.parse("lora:r4", targets=())
+    with pytest.raises(UserError, match="head can only be merged"):
+        add_adapters(tiny_llama(dataclasses.replace(SPEC, tied=False)), AdapterConfig(4, targets=("head",)))
     with pytest.raises(UserError, match="rank 64 is more than"):
         add_adapters(tiny_llama(SPEC), AdapterConfig(64))

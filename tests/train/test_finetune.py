@@ -168,6 +168,9 @@ def test_early_stopping_keeps_the_best_weights(place: Path, tmp_path: Path) -> N
         (("objective=dpo",), "dense", "is no preference pair"),
         (("held_out=0.95",), "dense", "leaves too little"),
         (("adapter_from=nowhere",), "dense", "is no folder"),
+        (("adapter_from=nowhere", "alpha=8"), "dense", "alpha= is for a new adapter"),
+        (("target=,",), "dense", "target names no layer"),
+        (("objective=dpo", "beta=-1"), "dense", "beta=-1 must be positive"),
     ],
 )
 def test_refused_settings(place: Path, tmp_path: Path, settings: tuple[str, ...], model: str, says: str) -> None:

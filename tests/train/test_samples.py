@@ -129,6 +129,8 @@ def test_files_of_every_kind_hold_the_same(tmp_path: Path) -> None:
         ({"messages": [*CHAT[:2], {"role": "assistant", "content": " "}]}, "turn 3, the assistant's, is empty"),
         ({"messages": [{"role": "narrator", "content": "x"}]}, "turn 1 has the role 'narrator'"),
         ({"messages": "hello"}, "a chat is a list"),
+        ({"conversations": [{"from": ["human"], "value": "x"}]}, "turn 1 has the role"),
+        ({"messages": CHAT, "tools": [1]}, "give a list of JSON schemas"),
         ({"prompt": "a", "completion": CHAT}, "must both be texts"),
         ({"prompt": "a", "completion": ""}, "completion is empty"),
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, "are equal"),

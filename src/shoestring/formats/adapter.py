@@ -62,6 +62,8 @@ class AdapterConfig:
         found = _SPELLING.fullmatch(text)
         if found is None or not 1 <= int(found[2] or 16) <= 1024:
             raise UserError(f"adapter={text} is not one; give lora:r16, dora:r16 (any rank up to 1024), or none")
+        if not targets:
+            raise UserError(f"target names no layer; give globs with commas, such as {','.join(TARGETS)}")
         if not alpha > 0:
             raise UserError(f"alpha={alpha:g} must be positive: the branch is scaled by alpha / rank")
         return cls(int(found[2] or 16), alpha, found[1] == "dora", targets)
@@ -164,6 +166,11 @@ def add_adapters(model: nn.Module, cfg: AdapterConfig, *, seed: int = 0) -> list
 
 def attach_adapters(model: nn.Module, weights: Mapping[str, LoraWeights], *, trained: bool = False) -> None:
     """Give the named linear layers these branches, in place of those they have. `trained`: they alone get gradients."""
+    if "head" in weights and hasattr(model, "read_head"):
+        raise UserError(
+            "an adapter of the output head can only be merged: losses and samplers read the head's weight alone; leave "
+            "head out of target, or use shoestring export MODEL OUT --adapter DIR"
+        )
     model.requires_grad_(False)
     for name, given in weights.items():
         host = format_linear(model, name)

@@ -63,7 +63,7 @@ def example_of(row: Any, where: str) -> Example:
         raise UserError(f"{where} is {kind_of(row)}; expected an object with {FIELDS}")
     given = {key: value for key, value in row.items() if value is not None}
     tools = given.get("tools", [])
-    if not isinstance(tools, list):
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise UserError(f"{where}: tools is {kind_of(tools)}; give a list of JSON schemas")
     if "chosen" in given and "rejected" in given:
         return _pair(given, where, tuple(tools))
@@ -120,7 +120,7 @@ def _turns(value: Any, where: str) -> tuple[Turn, ...]:
     turns = []
     for number, turn in enumerate(value, start=1):
         if "from" in turn and "role" not in turn:
-            turn = {"role": SHAREGPT.get(turn["from"], turn["from"]), "content": turn.get("value")}
+            turn = {"role": SHAREGPT.get(str(turn["from"]), turn["from"]), "content": turn.get("value")}
         turn = {key: held for key, held in turn.items() if held is not None}  # parquet has all keys in every row
         if turn.get("role") not in ROLES:
             raise UserError(f"{where}: turn {number} has the role {shown(turn.get('role'))}; give {', '.join(ROLES)}")

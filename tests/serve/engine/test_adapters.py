@@ -174,6 +174,23 @@ def test_what_is_refused(model, files):
     assert engine.adapters.names.keys() == {"a0"}
 
 
+def test_an_adapter_without_room_changes_nothing(model, monkeypatch):
+    engine = engine_of(model, {"attn": adapter(0, model, only="attn")}, graphs=False)
+    bank, (before, _, _) = engine.adapters, engine.generate([PROMPTS[0]] * 3, adapters=["attn"] * 3)
+
+    def empty(key, names, num_slots, rank):
+        if key[1] == "up":
+            raise torch.OutOfMemoryError
+        return real(key, names, num_slots, rank)
+
+    real = bank._empty
+    monkeypatch.setattr(bank, "_empty", empty)
+    with pytest.raises(UserError, match="no memory for 8 adapters of rank 16"):
+        bank.load("all", adapter(1, model))
+    engine.forget_prefixes()
+    assert engine.generate([PROMPTS[0]], adapters=["attn"])[0].token_ids == before.token_ids
+
+
 def test_log_probabilities_of_a_prompt_are_the_adapters(model, files):
     engine, own = engine_of(model, files), Engine(merged(model, files["a3"]))
     slot = engine.adapters.get("a3").slot

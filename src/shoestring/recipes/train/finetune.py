@@ -202,6 +202,12 @@ def check_settings(cfg: Config) -> None:
         raise UserError(
             f"{needs[0]}={getattr(cfg, needs[0])} belongs to an adapter, and adapter=none trains all weights"
         )
+    if cfg.adapter_from is not None:
+        usual = {f.name: f.default for f in dataclasses.fields(cfg) if f.name in ("adapter", "alpha", "target")}
+        if changed := [name for name, value in usual.items() if getattr(cfg, name) != value]:
+            raise UserError(f"{changed[0]}= is for a new adapter, and adapter_from= brings its own; leave it out")
+    if not cfg.beta > 0:
+        raise UserError(f"beta={cfg.beta:g} must be positive: it is how strongly the model is held to where it began")
     if cfg.format is not None:
         parse_format(cfg.format)
 

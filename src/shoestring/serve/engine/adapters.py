@@ -191,13 +191,15 @@ class AdapterBank:
         self._free.sort(reverse=True)
         self._rank, self._num_slots = rank, num_slots
         self.stacks.update(fresh)
+        for module, (key, part) in self._places().items():
+            if key in self.stacks:
+                format_linear(self._model, module).adapter = _Branch(self, key, part)
         self.generation += 1
 
     def _empty(self, key: Key, names: list[str], num_slots: int, rank: int) -> LoraStack:
         boxes, ends = [self._box(f"blocks.{key[0]}.{name}") for name in names], list[int]()
-        for part, (name, box) in enumerate(zip(names, boxes, strict=True)):
+        for box in boxes:
             ends.append(box.shape[0] + (ends[-1] if ends else 0))
-            format_linear(self._model, f"blocks.{key[0]}.{name}").adapter = _Branch(self, key, part)
         like: dict[str, Any] = {"dtype": self._model.compute_dtype, "device": self._model.device}
         a_SQK = torch.zeros(num_slots, len(names) * rank, boxes[0].shape[1], **like)
         return LoraStack(a_SQK, torch.zeros(num_slots, ends[-1], rank, **like), tuple(ends))
