@@ -75,7 +75,6 @@ CASES: dict[str, list[str]] = {
     "adamw fp8": [*OLD, "precision=fp8"],
     "fst": ["train/sparse24_fst", *SPARSE],
     "s-ste fp8": ["train/sparse24_sste", *SPARSE, "precision=fp8"],
-    "2:4 activations": [*NEW, "act=relu2", "format=relu2"],
     "nanochat": [],
     "heads of 128": [*NEW, "num_heads=6", "num_kv_heads=6"],
     # The recipe without one of its parts.
@@ -518,7 +517,7 @@ def parts() -> str:
 
 def verdict() -> str:
     """2:4 on top of the recipe, against the recipe and half its width."""
-    return laid_out((RECIPE, "muon fp8", "half width", "fst", "s-ste fp8", "2:4 activations"), 500)
+    return laid_out((RECIPE, "muon fp8", "half width", "fst", "s-ste fp8"), 500)
 
 
 def share() -> str:

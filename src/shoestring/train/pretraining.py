@@ -34,11 +34,14 @@ from shoestring.train.objectives import CrossEntropy
 from shoestring.train.shards import Corpus
 from shoestring.train.step import Micro, Objective, Run
 
+Size = Literal["tiny", "small", "base", "base-6heads", "gpt2-124m", "gpt2-774m", "llama-350m", "llama-1b"]
+# What a size says stays as it is: a resumed run builds its model by the name alone.
 # d_model, num_layers, num_heads, num_kv_heads, d_ff; Llama's architecture except for gpt2-*.
 SIZES: dict[str, tuple[int, int, int, int, int]] = {
     "tiny": (128, 4, 4, 2, 384),
     "small": (256, 6, 4, 2, 768),
-    "base": (768, 12, 6, 6, 2048),
+    "base": (768, 12, 12, 12, 2048),
+    "base-6heads": (768, 12, 6, 6, 2048),  # of 128 dims
     "gpt2-124m": (768, 12, 12, 12, 3072),
     "gpt2-774m": (1280, 36, 20, 20, 5120),
     "llama-350m": (1024, 24, 16, 16, 2816),
@@ -56,9 +59,7 @@ Losses = Callable[[nn.Module, Objective, list[Micro]], Tensor]
 @dataclass(frozen=True)
 class ModelConfig:
     init_from: str | None = option(None, "Hugging Face folder, run or .gguf to continue from; none starts from scratch")
-    size: Literal["tiny", "small", "base", "gpt2-124m", "gpt2-774m", "llama-350m", "llama-1b"] = option(
-        "tiny", "shape of the model", deciding=True
-    )
+    size: Size = option("tiny", "shape of the model", deciding=True)
     d_model: int | None = option(None, "width, instead of the size's", least=1, advanced=True, deciding=True)
     num_layers: int | None = option(None, "blocks, instead of the size's", least=1, advanced=True, deciding=True)
     num_heads: int | None = option(None, "query heads, instead of the size's", least=1, advanced=True, deciding=True)
@@ -134,7 +135,8 @@ def new_spec(
         raise UserError("act=relu2 with qk_norm=true is no architecture that exports: leave one of them out")
     if cfg.qk_norm and cfg.size.startswith("gpt2"):
         raise UserError(
-            f"qk_norm=true is for models with rotary positions, not for size={cfg.size}; choose another size"
+            f"qk_norm=true is for models with rotary positions, not for size={cfg.size}; choose another size, or "
+            "give qk_norm=false"
         )
     if cfg.d_model is not None and cfg.d_model != d_model:
         # A new width keeps the proportions of the size by default.

@@ -27,11 +27,12 @@ from typing import Literal
 from shoestring.config import option
 from shoestring.model.parallel import CompileMode, InitialWeights
 from shoestring.recipes.train import dense
+from shoestring.train.pretraining import Size
 
 
 @dataclass(frozen=True)
 class Config(dense.Config):
-    size: Literal["tiny", "small", "base", "gpt2-124m", "gpt2-774m", "llama-350m", "llama-1b"] = option("base")
+    size: Size = option("base-6heads")
     qk_norm: bool = option(True)
     tied: bool = option(False)
     init: InitialWeights = option("zero")
