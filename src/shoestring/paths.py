@@ -64,6 +64,12 @@ def find_model(path: str | Path) -> Path:
     is_run = (path / "checkpoints").is_dir() or (path / "metrics.jsonl").is_file()
     if (path / "model" / "config.json").is_file() and (is_run or not (path / "config.json").is_file()):
         return path / "model"
+    if (path / "adapter" / "adapter_config.json").is_file():
+        base = read_object(path / "adapter" / "adapter_config.json").get("base_model_name_or_path")
+        raise UserError(
+            f"{path} is a run that trained an adapter; give the model beside it, {shortened(str(base), 200)}, with "
+            f"--adapter {path / 'adapter'}"
+        )
     if is_run:
         found = sorted(p.name for p in path.glob("checkpoints/step-*"))
         have = f"its checkpoints are {', '.join(found[-3:])}" if found else "it has no checkpoint either"

@@ -16,8 +16,10 @@ from shoestring.config import apply_overrides
 from shoestring.errors import Interrupted, UserError
 from shoestring.formats import convert, pack, parse_format
 from shoestring.formats.adapter import adapters_off, attach_adapters
+from shoestring.formats.convert import format_hosts
 from shoestring.model import load_model, save_model
 from shoestring.model.adapter_folder import read_adapter
+from shoestring.model.export import export_model
 from shoestring.recipes.train import finetune
 from shoestring.runlog import read_metrics
 from shoestring.state.manifest import read_manifest
@@ -142,6 +144,23 @@ def test_what_a_run_leaves(place: Path, tmp_path: Path, settings: tuple[str, ...
         served = load_model(folder / "base", packed=True).model
         attach_adapters(served, read_adapter(folder / "adapter", served).weights)
         assert load_model(model).model.blocks[0].attn.q.packed  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("layout", ["gguf", "compressed-tensors"])
+def test_files_of_others_stay_packed(place: Path, tmp_path: Path, layout: str) -> None:
+    out = tmp_path / ("model.gguf" if layout == "gguf" else "model")
+    base = run(place, tmp_path / "packed", "format=int4:sym:g16", "steps=1") / "base"
+    export_model(
+        place / "dense" if layout == "gguf" else base, out, layout, None, "Q8_0" if layout == "gguf" else "auto"
+    )
+    before = {p: p.read_bytes() for p in ([out] if out.is_file() else sorted(out.iterdir()))}
+    folder = run(place, tmp_path / "run", f"model={out}", "steps=2")
+    assert all(p.read_bytes() == held for p, held in before.items())
+    loaded = load_model(out, packed=True).model
+    assert any(host.packed for _, host in format_hosts(loaded))
+    assert read_adapter(folder / "adapter", loaded).rank == 16
+    with pytest.raises(UserError, match=r"trained an adapter; give the model beside it, .*model.*--adapter"):
+        load_model(folder)
 
 
 def test_early_stopping_keeps_the_best_weights(place: Path, tmp_path: Path) -> None:
