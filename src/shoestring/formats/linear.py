@@ -29,7 +29,7 @@ DENSE_PHASE = Dense()  # one object for all layers: Formats are compared by iden
 
 def is_sharded(t: Any) -> TypeGuard[Any]:
     """Whether t is a DTensor. Not isinstance, because importing DTensor takes seconds."""
-    return hasattr(t, "to_local")
+    return hasattr(type(t), "to_local")  # of the type: in a compiled block the tensor itself does not say so
 
 
 def local(t: Tensor) -> Tensor:
