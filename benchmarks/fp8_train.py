@@ -10,7 +10,7 @@ models have the same Parameters and take turns. Where torchao is installed its f
 is a third model, with the same layers left out.
 
 The losses are those of the same weights, data and rates: bytes of the Python library, a linear decay to zero, the mean
-over held-out rows at the end.
+over held-out rows at the end. Short runs part by a percent or more after any small change: one seed says little.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib.util
+import itertools
 import statistics
 import sysconfig
 from collections.abc import Callable
@@ -65,7 +66,7 @@ def spec_of(width: int, layers: int, vocabulary: int) -> ModelSpec:
     )  # fmt: skip
 
 
-def build(spec: ModelSpec, case: str, mesh: Mesh, parameters: Decoder | None = None) -> Decoder:
+def build(spec: ModelSpec, case: str, mesh: Mesh, parameters: Decoder | None = None, seed: int = 0) -> Decoder:
     with torch.device("meta"):
         model = Decoder(spec)
         if rules := fp8_rules(CASES["fp8" if case == "torchao" else case], spec):
@@ -73,7 +74,7 @@ def build(spec: ModelSpec, case: str, mesh: Mesh, parameters: Decoder | None = N
             convert(model, [*others, (glob, Torchao() if case == "torchao" else format)])
     if parameters is None:
         materialize(model, mesh.device)
-        init_weights(model, 0)
+        init_weights(model, seed)
     else:
         share_parameters(parameters, model)
     init_state(model)
@@ -145,14 +146,14 @@ def library_bytes(limit: int = 30_000_000) -> np.ndarray:
     return np.frombuffer(b"".join(found), dtype=np.uint8).copy()
 
 
-def losses(width: int, cases: list[str], steps: int, mesh: Mesh) -> None:
+def losses(width: int, cases: list[str], steps: int, seeds: int, mesh: Mesh) -> None:
     text = library_bytes()
     held = 64 * CONTEXT
     rows: dict[str, Any] = {"context": CONTEXT, "batch": TOKENS // CONTEXT, "micro": None}
     rate = 6e-4 * 768 / width
     spec, ends = spec_of(width, WIDTHS[width][4], 256), {}
-    for case in ["bf16", *cases]:
-        model = build(spec, case, mesh)
+    for case, seed in itertools.product(["bf16", *cases], range(seeds)):
+        model = build(spec, case, mesh, seed=seed)
         run = Run(model, adamw(model, lr=rate), mesh, RunLog(None, quiet=True))
         train(run, TokenData(TokenShards(text[:-held], None, ""), **rows), CrossEntropy(), steps=steps, log_every=steps,
               schedule=SCHEDULES["wsd"](rate, warmup=steps // 10, steps=steps))  # fmt: skip
@@ -162,14 +163,16 @@ def losses(width: int, cases: list[str], steps: int, mesh: Mesh) -> None:
             for step in range(6):
                 micro = tests.step(step)[0].to(mesh.device)
                 total += float(CrossEntropy()(model, micro)) / micro.num_counted / 6
-        ends[case] = total
-        print(f"loss {width} {case}: {total:.5f} ({100 * (total / ends['bf16'] - 1):+.2f}%)", flush=True)
-        if case != "bf16":
+        ends[case, seed] = total
+        worse = [100 * (ends[case, s] / ends["bf16", s] - 1) for s in range(seed + 1)]
+        print(f"loss {width} {case}, seed {seed}: {total:.5f} ({worse[-1]:+.2f}%)", flush=True)
+        if case != "bf16" and seed == seeds - 1:
+            means = {c: statistics.mean(ends[c, s] for s in range(seeds)) for c in ("bf16", case)}
             record(
                 bench=BENCH, case=case, metric="loss_difference", unit="% of bf16's loss", baseline="bf16",
-                samples=[100 * (total / ends["bf16"] - 1)], quality={"loss": total, "bf16": ends["bf16"]},
+                samples=worse, quality={"loss": means[case], "bf16": means["bf16"]},
                 config={"width": width, "layers": spec.num_layers, "steps": steps},
-                note=f"bytes of the Python library, {TOKENS} a step, held-out rows",
+                note=f"bytes of the Python library, {TOKENS} a step, held-out rows, {seeds} seeds",
             )  # fmt: skip
         del run, model
         gc.collect()
@@ -251,6 +254,7 @@ def main() -> None:
     parser.add_argument("--loss-cases", nargs="*", default=["fp8", "fp8, e4m3 gradients"], choices=[*CASES][1:])
     parser.add_argument("--layers", type=int, help="of the step's model, instead of the width's")
     parser.add_argument("--steps", type=int, default=200, help="of the losses")
+    parser.add_argument("--seeds", type=int, default=3, help="of the losses")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=6.0, help="timed seconds for a width and case")
     args = parser.parse_args()
@@ -271,7 +275,7 @@ def main() -> None:
             torch.cuda.empty_cache()
     if "loss" in args.what:
         for width in args.loss_widths:
-            losses(width, args.loss_cases, args.steps, mesh)
+            losses(width, args.loss_cases, args.steps, args.seeds, mesh)
 
 
 if __name__ == "__main__":
