@@ -52,6 +52,8 @@ def test_which_layers() -> None:
 def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     cfg, cpu = PrecisionConfig("fp8"), Mesh(0, 1, torch.device("cpu"))
     check_precision(cfg, SPEC, fp8_rules(cfg, SPEC), cpu)
+    with pytest.raises(UserError, match="graph=true records a step"):
+        check_precision(cfg, SPEC, fp8_rules(cfg, SPEC), cpu, graph=True)
     with pytest.raises(UserError, match=r"blocks.1.mlp.gate.* multiple of 16, not 40"):
         odd = replace(SPEC, d_ff=40)
         check_precision(cfg, odd, fp8_rules(cfg, odd), cpu)

@@ -53,10 +53,14 @@ def fp8_rules(cfg: PrecisionConfig, spec: ModelSpec) -> list[Rule]:
     return [*((name, Dense()) for name in stay), (glob, Fp8Training(cfg.fp8_gradient))]
 
 
-def check_precision(cfg: PrecisionConfig, spec: ModelSpec, rules: Sequence[Rule], mesh: Mesh) -> None:
-    """UserError where the products of this model cannot be in FP8 here."""
+def check_precision(
+    cfg: PrecisionConfig, spec: ModelSpec, rules: Sequence[Rule], mesh: Mesh, *, graph: bool = False
+) -> None:
+    """UserError where the products of this model cannot be in FP8 here. `graph`: the setting of this name."""
     if cfg.precision == "full":
         return
+    if graph:
+        raise UserError("graph=true records a step, and products in FP8 were not tried there; leave graph= out")
     if reason := fp8_refusal(mesh.device):
         raise UserError(f"precision=fp8 is not possible here: {reason}; leave it out")
     tp = mesh.axis("tp")

@@ -156,7 +156,7 @@ def pretrain(
         check_graph(mesh)
     expected = pretraining.expected_spec(cfg, vocab_size=cfg.vocab_size, context=cfg.context)
     rules = [*rules, *precision.fp8_rules(cfg, expected)]
-    precision.check_precision(cfg, expected, rules, mesh)
+    precision.check_precision(cfg, expected, rules, mesh, graph=cfg.graph)
     corpus = load_corpus(cfg, cfg.init_from, RunLog(None, main=mesh.is_main).progress)
     spec = pretraining.initial_spec(cfg, corpus.tokenizer, context=cfg.context, named=cfg.tokenizer)
     parallel = ParallelConfig(cfg.recompute, cfg.compile, pick_dtype(cfg.dtype, mesh.device))
