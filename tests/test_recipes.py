@@ -280,7 +280,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     "too many ranks": (["data=CORPUS", "mesh.dp=2"], "torchrun --nproc-per-node 2"),
     "heads": (["data=CORPUS", "num_heads=5"], "num_heads=5"),
     "odd heads, before any text is read": (["data=EMPTY", "d_model=60"], "heads of 15 dims"),
-    "a gate that GPT-2 has not": (["data=EMPTY", "size=gpt2-124m", "act=geglu"], "has none"),
+    "a gate that GPT-2 has not": (["data=EMPTY", "size=gpt2-124m", "act=geglu"], "whose layers have GELU"),
     "keys that GPT-2 does not share": (
         ["data=EMPTY", "size=gpt2-124m", "d_model=64", "num_heads=4", "num_kv_heads=2"],
         "cannot have num_kv_heads=2",

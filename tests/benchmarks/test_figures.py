@@ -28,7 +28,7 @@ def test_figures_are_drawn_from_results(name: str) -> None:
 
 def test_every_figure_is_shown_and_none_is_left_over() -> None:
     text = "".join(file.read_text() for file in (*pages(), REPO / "mkdocs.yml"))
-    shown = set(re.findall(r"figures/(\w+)\.svg", text))
+    shown = set(re.findall(r"figures/(\w+)\.(?:svg|png)", text))
     assert set(FIGURES) <= shown
     assert {p.stem for p in FOLDER.glob("*")} <= shown  # drawn ones, and those that are no plots
 

@@ -536,7 +536,7 @@ def test_chat_begins_once(cli: Cli, model_folder: Path, tmp_path: Path, monkeypa
     assert tokenizer.encode("hello")[0] == tokenizer.bos_id
     folder = save_model(tmp_path / "chat", loaded.model, tokenizer)
     asked: list[list[int]] = []
-    monkeypatch.setattr("shoestring.cli.text_verbs.stream_text", lambda _, ids, *rest: asked.append(ids) or "")
+    monkeypatch.setattr("shoestring.cli.text_verbs.stream_text", lambda _, ids, *rest, **more: asked.append(ids) or "")
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
     assert cli("chat", folder, "--max-tokens", 1).code == 0
     assert asked[0].count(tokenizer.bos_id) == 1 and asked[0][0] == tokenizer.bos_id

@@ -174,7 +174,10 @@ def test_without_a_text_the_last_tenth_of_the_calibration_text_is_measured(cli: 
     assert all(row["perplexity"] > 1 for row in rows) and "no perplexity" not in said
     (here / "brief.txt").write_text(long[:400])
     said = cli("model=model", "calib=brief.txt", "calib_windows=1", "calib_context=16", "format=int4:g32", "run=short")
-    assert "is not measured; give text=FILE" in said and "perplexity" not in read_jsonl(here / "short/evals.jsonl")[0]
+    assert (
+        "perplexity is not measured, and loss where it was calibrated; give text=FILE" in said
+        and "perplexity" not in read_jsonl(here / "short/evals.jsonl")[0]
+    )
 
 
 def test_ctrl_c_and_resume(cli: Callable[..., str], here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

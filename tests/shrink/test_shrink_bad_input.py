@@ -111,15 +111,15 @@ def test_a_text_too_short_to_evaluate(text: str, fails: Callable[..., str], own_
         ),
         (
             "shrink/lowbit_best",
-            [*BUDGET, "candidates=int2:g32,int2:g32", "data=nowhere"],  # said before the text is looked for
+            [*BUDGET, "candidates=int2:g32,int2:g32", "data=calib.txt"],
             "give two or more different formats",
         ),
         ("shrink/ptq", [*SMALL, "bits_budget=3", "candidates=dense"], "give two or more different formats"),
-        ("shrink/lowbit_best", [*BUDGET, "candidates=int4:g48", "data=nowhere"], "Group 48 does not divide"),
-        ("shrink/lowbit_best", [*BUDGET, "candidates=int4:g32", "data=nowhere"], "candidates need 4.7"),
+        ("shrink/lowbit_best", [*BUDGET, "candidates=int4:g48", "data=calib.txt"], "Group 48 does not divide"),
+        ("shrink/lowbit_best", [*BUDGET, "candidates=int4:g32", "data=calib.txt"], "candidates need 4.7"),
         (
             "shrink/lowbit_best",
-            [*BUDGET, "candidates=int2:g32,sparse24", "grids=derived", "data=nowhere"],
+            [*BUDGET, "candidates=int2:g32,sparse24", "grids=derived", "data=calib.txt"],
             "no range that follows its weights",
         ),
         ("shrink/lowbit_best", [*TRAINED[:2], "context=32", "format=dense"], "every layer stays dense"),

@@ -82,6 +82,7 @@ class Run:
     step: int = 0
     mesh: None = None
     log: Log = field(default_factory=Log)
+    trained_only: bool = False
 
 
 def new_run(seed: int = 0, lr: float = 0.01) -> tuple[Run, Data]:

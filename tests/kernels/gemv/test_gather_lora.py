@@ -92,6 +92,7 @@ def test_kernels_under_the_interpreter() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_kernels_on_a_gpu(dtype: torch.dtype) -> None:
     for number in range(len(CASES)):

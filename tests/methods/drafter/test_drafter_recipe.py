@@ -60,7 +60,16 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.chdir(folder)
         patch.setenv("SHOESTRING_CACHE", str(folder / "cache"))
         argv = ["data=texts", "d_model=64", "num_layers=3", "num_heads=2", "num_kv_heads=2", "vocab_size=300"]
-        argv += ["context=64", "steps=100", "batch=8", "lr=4e-3", "warmup=10", "eval_every=0", "save_every=0"]
+        argv += [
+            "context=64",
+            "steps=100",
+            "batch=8",
+            "lr=4e-3",
+            "warmup=10",
+            "schedule=cosine",
+            "eval_every=0",
+            "save_every=0",
+        ]
         assert run_cli(["run", "train/dense", *argv, "run=target", "device=cpu"]) == 0
     return folder
 

@@ -4,6 +4,7 @@ the other."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import os
@@ -224,7 +225,7 @@ def test_a_request_that_cannot_be_read_fails_alone(kind: type[BaseException]) ->
     def broken(source: GrammarSource) -> Any:
         raise kind("a defect of a library")
 
-    thread = SimpleNamespace(latest=EngineSnapshot(), post=pytest.fail)
+    thread = SimpleNamespace(latest=EngineSnapshot(), post=pytest.fail, metrics_text=pytest.fail)
     grammars = SimpleNamespace(of=broken, must_compile=lambda source: False)
     process = HttpProcess(0, engine)
     process._pass_on("add", given, thread, grammars)  # type: ignore[arg-type]
@@ -243,7 +244,7 @@ def test_a_forgotten_grammar_holds_up_no_other_message() -> None:
         assert compiles.wait(30)
         return lambda: source
 
-    thread = SimpleNamespace(latest=EngineSnapshot(), post=posted.put)
+    thread = SimpleNamespace(latest=EngineSnapshot(), post=posted.put, metrics_text=pytest.fail)
     grammars = SimpleNamespace(of=compile_slowly, must_compile=lambda source: True)
     process = HttpProcess(0, socket.socketpair()[0])
 
@@ -301,8 +302,9 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, su
     command = [sys.executable, "-c", SERVERS, str(folder), "drains", "lives", "stopped", "loses_http", "loses_engine"]
     started = WarmPopen(command, stdout=subprocess.PIPE, text=True)
     yield folder, started
-    for process in psutil.Process(started.pid).children(recursive=True):
-        process.kill()
+    with contextlib.suppress(psutil.NoSuchProcess):  # it has ended by itself
+        for process in psutil.Process(started.pid).children(recursive=True):
+            process.kill()
     started.wait()
 
 
