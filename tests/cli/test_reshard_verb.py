@@ -58,6 +58,7 @@ def test_a_gguf_file_is_a_model_like_any_other(tmp_path: Path) -> None:
     ("args", "line"),
     [
         (("dp=0", "tp=2", "--tensor", "8"), "is not a mesh"),
+        (("pp=2", "tp=2", "--tensor", "8"), "no mesh axis 'pp' here"),
         (("ddp=2", "tp=2", "--tensor", "8"), "Did you mean 'dp'"),
         (("dp=2,dp=2", "tp=2", "--tensor", "8"), "twice"),
         (("dp=99999", "tp=2", "--tensor", "8"), "at most"),

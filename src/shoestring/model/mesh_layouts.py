@@ -19,6 +19,7 @@ _COLUMNS = re.compile(rf"(?:^|\.)(?:attn\.o|mlp\.{_EXPERT}down)\.weight")
 _VOCABULARY = re.compile(r"(?:^|\.)(?:embed|head)\.weight")
 
 MOST_RANKS = 1 << 16
+PLANNED = tuple(axis for axis in AXES if axis != "pp")  # which layers a stage has is not in a name and a shape
 
 
 def layout_on(name: str, shape: tuple[int, ...], sizes: Mapping[str, int], first_rank: int = 0) -> MeshLayout:
@@ -52,9 +53,10 @@ def parse_axes(text: str) -> dict[str, int]:
                 f"{text!r} is not a mesh; give sizes such as dp=16 or replica=8,tp=2, or sizes with placements such as "
                 "'2x4:S(0),R', or the folder of a checkpoint"
             )
-        if name not in AXES:
+        if name not in PLANNED:
             raise UserError(
-                f"{text!r}: there is no mesh axis {name!r}; axes are {', '.join(AXES)}." + suggest(name, list(AXES))
+                f"{text!r}: there is no mesh axis {name!r} here; axes are {', '.join(PLANNED)}."
+                + suggest(name, list(PLANNED))
             )
         if name in sizes:
             raise UserError(f"{text!r} gives {name} twice")
