@@ -49,7 +49,7 @@ def test_two_ranks_equal_one(run_ranks: Callable[..., str]) -> None:
         {"tp": 2, "spec": QWEN},  # 95 tokens over 2 ranks: the vocabulary stays whole
         {"tp": 2, "spec": QWEN | {"vocab_size": 96}},
         {"tp": 2, "spec": GPT2},
-        {"tp": 2, "format": "int4:g8", "recompute": True, "compile": "blocks"},
+        {"tp": 2, "format": "int4:g8"},
         {"dp": 2, "format": "nf3:g8"},
         {"tp": 2, "teacher": True},
         {"dp": 2, "teacher": True, "recompute": True},
@@ -73,7 +73,7 @@ def test_four_ranks_equal_one(run_ranks: Callable[..., str]) -> None:
         {"dp": 4},
         {"dp": 2, "tp": 2},
         {"dp": 2, "tp": 2, "muon": True},
-        {"dp": 2, "tp": 2, "recompute": True},
+        {"dp": 2, "tp": 2, "recompute": True, "compile": "blocks"},
         {"replica": 2, "dp": 2},
     ]
     check(cases, on_ranks(run_ranks, 4, cases))
