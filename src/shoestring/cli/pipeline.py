@@ -31,8 +31,7 @@ def simulate(
 ) -> None:
     """The time of a step, the share of it that stages wait, and the activations that the first one holds."""
     from shoestring.report import Table, write_report
-    from shoestring.train.pipeline import CHUNKS
-    from shoestring.train.pipeline_order import SCHEDULES, Costs, make_order
+    from shoestring.train.pipeline_order import CHUNKS, SCHEDULES, Costs, make_order
     from shoestring.train.pipeline_order import simulate as run
 
     for name, value in {"forward": forward, "backward": backward, "hop": hop}.items():

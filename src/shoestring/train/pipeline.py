@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -27,12 +27,13 @@ from shoestring.mesh import Mesh, MeshConfig
 from shoestring.model.spec import ModelSpec
 from shoestring.model.stages import Stages, plan_stages, view_of_stage
 from shoestring.model.transformer import Decoder
-from shoestring.train.pipeline_order import choose, make_order, most_live
+from shoestring.train.pipeline_order import CHUNKS, choose, make_order, most_live
 from shoestring.train.step import Micro, Objective, Run
-from shoestring.train.torch_pipelining import Runtime
+
+if TYPE_CHECKING:
+    from shoestring.train.torch_pipelining import Runtime
 
 MEASURED_STEP = 2  # `auto` chooses after it: the first one compiles and opens connections
-CHUNKS = 2  # stages of a process with pipeline=interleaved
 
 
 def check_pipeline(mesh: MeshConfig, schedule: str, *, whole_graph: str | None, rows: int, micro: int) -> None:
@@ -94,7 +95,7 @@ class StagePipeline:
             model.set_reshard_after_forward(False)  # a stage is gathered once a step, not once a micro-batch
         self._chosen = "1f1b" if schedule == "auto" else schedule
         self._runtimes: dict[tuple[Any, ...], Runtime] = {}
-        self._step = _Step(lambda model, micro: torch.zeros(()), 1.0, torch.zeros(()))  # type: ignore[arg-type]
+        self._step: _Step | None = None
         self._num_steps, self._forward_s = 0, 0.0
         self._say: Callable[[str], None] = lambda text: None
         self._tied_group = tied_group(model, mesh)
@@ -103,19 +104,19 @@ class StagePipeline:
         self._say = run.log.say
 
     def __call__(self, model: nn.Module, objective: Objective, micros: list[Micro], total: Tensor | float) -> Tensor:
-        self._step = _Step(objective, total, torch.zeros((), device=self.mesh.device))
+        self._step = step = _Step(objective, total, torch.zeros((), device=self.mesh.device))
         self._forward_s = 0.0
         self._runtime(micros).step([m.tokens_BT for m in micros], [{"micro": m} for m in micros])
         self._sum_tied()
         self._num_steps += 1
         if self.schedule == "auto" and self._num_steps == MEASURED_STEP:
             self._choose(micros)
-        return self.mesh.sum_over_stages(self._step.loss)
+        return self.mesh.sum_over_stages(step.loss)
 
     @torch.no_grad()
     def losses(self, model: nn.Module, objective: Objective, micros: list[Micro]) -> Tensor:
         """The summed loss without gradients, one micro-batch after the other."""
-        self._step = _Step(objective, 1.0, torch.zeros((), device=self.mesh.device))
+        self._step = step = _Step(objective, 1.0, torch.zeros((), device=self.mesh.device))
         sent = []
         for micro in micros:
             for index, part in self.parts.items():
@@ -133,13 +134,14 @@ class StagePipeline:
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # a backward pass would have done it
-        return self.mesh.sum_over_stages(self._step.loss)
+        return self.mesh.sum_over_stages(step.loss)
 
     # -- one stage -------------------------------------------------------------------------------------------
 
     def _forward(self, index: int, part: Decoder, x: Tensor, *, micro: Micro) -> Tensor:
         """`x`: tokens on the first stage, else what the stage before has left."""
         began, step = time.perf_counter(), self._step
+        assert step is not None
         rest = partial(Decoder.forward, part, carried=None if index == 0 else x)
         if index == self.num_stages - 1:
             out = step.objective(rest, micro)  # type: ignore[arg-type]
@@ -150,6 +152,7 @@ class StagePipeline:
         return out
 
     def _loss(self, output: Tensor, target: Any) -> Tensor:
+        assert self._step is not None
         return output / self._step.total
 
     def _example(self, micro: Micro) -> Tensor:
@@ -158,6 +161,8 @@ class StagePipeline:
         return torch.empty(shape, dtype=self.model.compute_dtype, device=self.mesh.device)
 
     def _runtime(self, micros: list[Micro]) -> Runtime:
+        from shoestring.train.torch_pipelining import Runtime  # private parts of torch, for those who have stages
+
         shape = tuple(micros[0].tokens_BT.shape)
         assert all(tuple(m.tokens_BT.shape) == shape for m in micros), "micro-batches of one shape"
         key = (shape, len(micros), self._chosen)

@@ -18,9 +18,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from shoestring.errors import UserError, suggest
+from shoestring.errors import UserError
 
-Schedule = Literal["gpipe", "1f1b", "eager1f1b", "interleaved", "zero-bubble"]
 Kind = Literal["F", "B", "I", "W"]  # forward, backward; or the backward pass for inputs and for weights apart
 
 
@@ -181,17 +180,12 @@ def most_live(tasks: Sequence[StagePass]) -> int:
     return most
 
 
-# -- checks and the choice -----------------------------------------------------------------------------------
+# -- the choice ---------------------------------------------------------------------------------------------
 
 
 SCHEDULES: tuple[str, ...] = ("gpipe", "1f1b", "eager1f1b", "interleaved", "zero-bubble")
+CHUNKS = 2  # stages of a process with pipeline=interleaved
 HIDDEN_HOP = 0.15  # of a forward pass: shorter hops are hidden by 1f1b's order well enough
-
-
-def check_schedule(name: str) -> None:
-    if name not in SCHEDULES:
-        allowed = f"allowed are {', '.join(SCHEDULES)}."
-        raise UserError(f"{name!r} is no pipeline schedule; {allowed}" + suggest(name, list(SCHEDULES)))
 
 
 def choose(forward: float, hop: float, fits: Callable[[int], bool], stages: int, micros: int) -> tuple[str, str]:

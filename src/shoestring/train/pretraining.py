@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from shoestring.config import option
-from shoestring.errors import UserError
+from shoestring.errors import Interrupted, UserError
 from shoestring.formats import convert, init_state, parse_format
 from shoestring.formats.convert import Rule
 from shoestring.mesh import Mesh
@@ -196,6 +196,20 @@ def build_model(
         load_into(model, init_from)
     init_state(model)
     return model
+
+
+@contextlib.contextmanager
+def can_be_continued(run: Run, recipe: str, folder: Path, saved: dict[str, Any]) -> Iterator[None]:
+    """Around the loop: a stop says how to go on, and settings that do not fit the checkpoint are not kept. `saved`: the
+    settings that the folder had."""
+    try:
+        yield
+    except KeyboardInterrupt:  # before the trainer handles it, or for the second time
+        raise Interrupted(f"stopped; continue with `shoestring run {recipe} resume={folder}`") from None
+    except UserError:
+        if run.step == 0 and saved:
+            run.log.put_back_config(saved)
+        raise
 
 
 # -- validation ----------------------------------------------------------------------------------------------

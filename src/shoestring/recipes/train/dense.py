@@ -25,7 +25,7 @@ from typing import Any, ClassVar, Literal
 
 from shoestring.config import Retired, config_record, deciding, option, to_json
 from shoestring.device import pick_dtype
-from shoestring.errors import Interrupted, UserError, in_run
+from shoestring.errors import in_run
 from shoestring.evals.model_row import evaluate_row
 from shoestring.formats.convert import Rule
 from shoestring.mesh import Mesh, open_mesh
@@ -190,7 +190,7 @@ def pretrain(
             log.say(f"{folder} has no checkpoint that can be used: starting at step 0")
         made: dict[str, Any] = {"lr": cfg.lr, "weight_decay": cfg.weight_decay, "optimizer": cfg.optimizer}
         run = Run(model, build_optimizer(cfg, model, **made), mesh, log)
-        try:
+        with pretraining.can_be_continued(run, recipe, folder, saved):
             train(
                 run,
                 data,
@@ -207,12 +207,6 @@ def pretrain(
                 forward_backward=pipeline or (GraphedForwardBackward() if cfg.graph else None),
                 rollback=cfg.rollback,
             )
-        except KeyboardInterrupt:  # before the trainer handles it, or for the second time
-            raise Interrupted(f"stopped; continue with `shoestring run {recipe} resume={folder}`") from None
-        except UserError:
-            if run.step == 0 and saved:  # the checkpoint does not fit these settings: restore those of the run
-                log.put_back_config(saved)
-            raise
         save_model(folder / "model", model, corpus.tokenizer, mesh=mesh)
         if mesh.is_main:
             commands = deliver(folder)

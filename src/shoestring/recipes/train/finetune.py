@@ -25,7 +25,7 @@ import torch
 
 from shoestring.config import config_record, deciding, option, to_json
 from shoestring.device import pick_dtype
-from shoestring.errors import Interrupted, UserError, in_run
+from shoestring.errors import UserError, in_run
 from shoestring.formats import convert, keep_decoded, pack, parse_format, use_kernels
 from shoestring.formats.adapter import (
     TARGETS,
@@ -148,7 +148,7 @@ def main(cfg: Config) -> Path:
         run.trained_only = cfg.adapter_config is not None
         watch = HeldOutLoss(held_out, objective[1], cfg.patience) if held_out is not None else None
         kept = dataclasses.replace(cfg, steps=steps, keep_best=max(cfg.keep_best, 1 if watch else 0))
-        try:
+        with pretraining.can_be_continued(run, RECIPE, folder, saved):
             train(
                 run,
                 data,
@@ -164,12 +164,6 @@ def main(cfg: Config) -> Path:
                 eval_every=cfg.eval_every,
                 rollback=cfg.rollback,
             )
-        except KeyboardInterrupt:  # before the trainer handles it, or for the second time
-            raise Interrupted(f"stopped; continue with `shoestring run {RECIPE} resume={folder}`") from None
-        except UserError:
-            if run.step == 0 and saved:  # the checkpoint does not fit these settings: restore those of the run
-                log.put_back_config(saved)
-            raise
         take_best(run, folder)
         deliver(cfg, run, tokenizer, held_out, objective[1])
     mesh.close()
